@@ -1,0 +1,32 @@
+"""What every test may use: the switch between reduced and full counts, and a seed that is always printed."""
+
+import os
+import random
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts its threads; child processes inherit it
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="full counts: every seed, size and version, not the reduced default")
+    parser.addoption("--seed", type=int, default=None, help="seed of the randomised tests (printed in any case)")
+
+
+def pytest_report_header(config):
+    return f"counts: {'full (--all)' if config.getoption('--all') else 'reduced (pytest --all for the full ones)'}"
+
+
+@pytest.fixture(scope="session")
+def full(request) -> bool:
+    """True under `--all`: run the full counts."""
+    return request.config.getoption("--all")
+
+
+@pytest.fixture
+def seed(request) -> int:
+    """A seed for one randomised test; printed, so that a failure shows it and `--seed N` repeats it."""
+    given = request.config.getoption("--seed")
+    value = random.randrange(2**31) if given is None else given
+    print(f"seed {value} (repeat with --seed {value})")
+    return value
