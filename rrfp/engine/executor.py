@@ -1,0 +1,27 @@
+"""What the engine asks of whatever runs the actions."""
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from rrfp.action import Edge
+from rrfp.comm.transport import Arrival, Payload
+from rrfp.scheduler.dependencies import Task
+
+Outputs = Mapping[Edge, Payload]
+
+
+class Executor(Protocol):
+    """Runs actions. `launch` and completion are separate: on a CPU they coincide, on a GPU completion comes later.
+
+    Invariant 8: `launch` is called on the thread that called `Engine.run`, never elsewhere.
+    """
+
+    capacity: int
+    """How many actions may be launched and not completed (1: the next one is chosen when the last one is done)."""
+
+    def launch(self, task: Task, inputs: tuple[Arrival, ...], done: Callable[[Outputs], None]) -> None:
+        """Start `task`. Call `done` once, from any thread, with a payload for every edge in `task.sends`.
+
+        `inputs` are the messages on `task.arrivals`, in that order. They belong to the executor, which gives each back with
+        `Transport.release` when nothing reads its memory any more (autograd saves stage inputs until their backward has run).
+        """
