@@ -1,0 +1,146 @@
+"""Megatron on the CPU: `enable()` before megatron is imported, `patch_megatron()` after.
+
+Megatron assumes CUDA everywhere. CPU mode answers `torch.cuda` calls with their CPU meaning, turns CUDA device arguments
+into the CPU and nccl groups into gloo, and mends the few places where megatron-core needs Transformer Engine, Apex or a
+compiler that a CPU machine lacks. No Megatron source is edited. Supported: megatron-core 0.17.1 to 0.19.x.
+
+It is a feature of its own: nothing here runs unless `enable()` is called, and it cannot be undone within a process.
+`docs/cpu.md` lists every change. The torch half lives in `cpu_torch.py`.
+"""
+
+import functools
+import importlib.util
+import logging
+import os
+import sys
+import warnings
+
+from rrfp.errors import ConfigurationError
+
+_enabled = False
+
+
+def is_enabled() -> bool:
+    """Whether this process is in CPU mode."""
+    return _enabled
+
+
+def enable(*, device_count: int | None = None):
+    """Switch this process to CPU mode. Again is harmless.
+
+    device_count: how many devices `torch.cuda.device_count()` reports; by default LOCAL_WORLD_SIZE (set by torchrun), else 1.
+    Megatron skips its process groups and seeds when there are none.
+
+    Raises ConfigurationError when megatron is imported already: its modules have bound `torch.cuda` names by then
+    (megatron/core/tensor_parallel/random.py), and some would keep the real ones.
+    """
+    global _enabled
+    if _enabled:
+        return
+    early = sorted(name for name in sys.modules if name.startswith(("megatron.core", "megatron.training")))
+    if early:
+        raise ConfigurationError(
+            f"CPU mode must be enabled before megatron is imported, but {early[0]} is already there: "
+            "call rrfp.megatron.cpu.enable() first, or start the script with `python -m rrfp --cpu`"
+        )
+    from rrfp.megatron import cpu_torch  # here, so that importing this module does not import torch
+
+    # Megatron asserts it for tensor parallelism (arguments.py, validate_args); without a GPU it has no effect
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    cpu_torch.stand_in_for_cuda(device_count or int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    cpu_torch.rewrite_devices()
+    cpu_torch.gloo_for_nccl()
+    cpu_torch.no_compilation()
+    _quiet()
+    _enabled = True
+
+
+def patch_megatron():
+    """Mend what megatron-core cannot do without Transformer Engine, Apex, a compiler or a GPU. Imports megatron.
+
+    Raises ConfigurationError unless `enable()` came first.
+    """
+    if not _enabled:
+        raise ConfigurationError("patch_megatron() needs CPU mode: call rrfp.megatron.cpu.enable() first")
+    _no_compilation_of_helpers()
+    _norm_under_sequence_parallelism()
+    _norm_of_clip()
+    _keep_outputs_while_gloo_sends()
+    _no_persistent_checkpoint_worker()
+
+
+def _quiet():
+    """Silence the messages that CPU mode itself causes, and no others."""
+    warnings.filterwarnings("ignore", message=".*pin_memory.* argument is set as true but no accelerator is found")
+    # CudaRNGStatesTracker.fork compares the CPU generator before and after; here it is the CUDA generator and must change
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
+        lambda record: "CPU RNG state changed within GPU RNG context" not in record.getMessage()
+    )
+
+
+def _no_compilation_of_helpers():
+    """The wheel carries the dataset helpers compiled but no Makefile, and compile_helpers() ends the process when make fails."""
+    from megatron.core.datasets import utils
+
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+        utils.compile_helpers = lambda: None
+
+
+def _norm_under_sequence_parallelism():
+    """WrappedTorchNorm refuses sequence parallelism only since nobody marks its parameters for the gradient all-reduce: mark them."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    build = WrappedTorchNorm.__new__
+
+    @functools.wraps(build)
+    def marked(cls, config, *args, **kwargs):
+        sequence_parallel, config.sequence_parallel = config.sequence_parallel, False
+        try:
+            norm = build(cls, config, *args, **kwargs)
+        finally:
+            config.sequence_parallel = sequence_parallel
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = sequence_parallel
+        return norm
+
+    WrappedTorchNorm.__new__ = marked
+
+
+def _norm_of_clip():
+    """Without Transformer Engine CLIPViTModel's default norm is torch's LayerNorm, which takes no `config`."""
+    import torch
+    from megatron.core.models.vision.clip_vit_model import CLIPViTModel
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    build = CLIPViTModel.__init__
+    build.__defaults__ = tuple(WrappedTorchNorm if d is torch.nn.LayerNorm else d for d in build.__defaults__)
+
+
+def _keep_outputs_while_gloo_sends():
+    """Before 0.18 the interleaved schedule frees an output that gloo may still be sending: wrong losses. Keep it instead."""
+    import megatron.core
+    from megatron.core.model_parallel_config import ModelParallelConfig
+
+    if tuple(int(part) for part in megatron.core.__version__.split(".")[:2]) >= (0, 18):
+        return
+    check = ModelParallelConfig.__post_init__
+
+    @functools.wraps(check)
+    def kept(self):
+        check(self)
+        if self.virtual_pipeline_model_parallel_size is not None:
+            self.deallocate_pipeline_outputs = False
+
+    ModelParallelConfig.__post_init__ = kept
+
+
+def _no_persistent_checkpoint_worker():
+    """The persistent checkpoint worker is a new interpreter, which is not in CPU mode. Asynchronous saving by fork works."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+    def refuse(self, *args, **kwargs):
+        raise ConfigurationError(
+            "--use-persistent-ckpt-worker starts a new interpreter, which is not in CPU mode: leave it out, --async-save then forks"
+        )
+
+    PersistentAsyncCaller.__init__ = refuse
