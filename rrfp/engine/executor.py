@@ -19,6 +19,9 @@ class Executor(Protocol):
     capacity: int
     """How many actions may be launched and not completed (1: the next one is chosen when the last one is done)."""
 
+    padded: float
+    """Seconds by which the action that completed last was lengthened on purpose (an emulated duration), else 0."""
+
     def launch(self, task: Task, inputs: tuple[Arrival, ...], done: Callable[[Outputs], None]) -> None:
         """Start `task`. Call `done` once, from any thread, with a payload for every edge in `task.sends`.
 

@@ -120,7 +120,7 @@ class Engine:
         self._executor = executor
         self._announce = announce
         self._arrivals: dict[tuple[Edge, int], Arrival] = {}
-        self._launched: deque[tuple[Action, float]] = deque()
+        self._launched: deque[tuple[Action, float, int]] = deque()
         self._completions: dict[Action, Completion] = {}
         self._waited_since: float | None = None
         self._patience = self.timeout * (3 if self._first_call else 1)
@@ -180,10 +180,10 @@ class Engine:
             self.latch.raise_if_set()
 
     def _complete(self, done: Completion) -> None:
-        action, start = self._launched.popleft()
+        action, start, in_flight = self._launched.popleft()
         scheduler = self.scheduler
         scheduler.completed(action, done.time)
-        self.recorder.action(action, start, done.time, scheduler.in_flight, getattr(self._executor, "padded", 0.0))
+        self.recorder.action(action, start, done.time, in_flight, self._executor.padded)
         for edge in scheduler.task(action).sends:
             # Invariant 3: never blocks; what waits for a credit waits in the transport and is bounded by the in-flight limit.
             self.transport.send(edge, action.microbatch, done.outputs[edge])
@@ -209,9 +209,10 @@ class Engine:
             self.recorder.waited(_cause(action.kind), self._waited_since, now)
             self._waited_since = None
         scheduler.launched(action, now)
-        self._launched.append((action, now))
+        self._launched.append((action, now, scheduler.in_flight))
         self.running = action
         self.last_progress = now
+        self.recorder.start_action(action)
         clock, inbox = self._clock, self._inbox
         self._executor.launch(task, inputs, lambda outputs: inbox.put(Completion(action, outputs, clock())))
 

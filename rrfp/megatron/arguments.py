@@ -1,0 +1,51 @@
+"""The command-line flags, as one argument group. Imports neither torch nor megatron."""
+
+import argparse
+
+from rrfp.megatron.options import Options
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the group "readiness-driven pipeline", unless the parser has it already (a patched Megatron tree)."""
+    if "--pipeline-schedule" in parser._option_string_actions:
+        return parser
+    group = parser.add_argument_group(title="readiness-driven pipeline (RRFP)")
+    group.add_argument("--pipeline-schedule", default="1f1b", choices=["1f1b", "rrfp"],
+                       help="1f1b: Megatron's own schedule (default). rrfp: run what is ready; a schedule is only a hint.")
+    group.add_argument("--rrfp-hint", default="announced", metavar="HINT",
+                       help="what ranks the ready work: a rule (announced, bf, fb, b-first, f-first, alt, fill, fill-alt), a list (1f1b, "
+                       "gpipe), a name given to rrfp.register_hint, or a file with one row of actions per rank. Default: %(default)s.")
+    group.add_argument("--rrfp-mode", default="ready", choices=["ready", "strict"],
+                       help="ready: the hint ranks, nothing waits for an absent entry. strict: the hint's list in fixed order, the control.")
+    group.add_argument("--rrfp-limit", default="1f1b", metavar="LIMIT",
+                       help="activations in flight per stage: 1f1b (P-s, Megatron's own; default), eager (2(P-s)-1), 2p-1, 2p, a number, or "
+                       "paper:<n> (the paper's backpressure).")
+    group.add_argument("--rrfp-order", default="microbatch", choices=["microbatch", "megatron", "free"],
+                       help="microbatch: forwards and backwards each in index order, results bitwise those of 1F1B (default). megatron: also "
+                       "across chunks. free: any order; same mathematics, other rounding.")
+    group.add_argument("--rrfp-lanes", type=int, default=1, metavar="N",
+                       help="ordered channels per edge; with more than one, late messages don't hold back those behind them (pays with free order).")
+    group.add_argument("--rrfp-interface", default=None, metavar="NAME",
+                       help="network interface or address for messages between hosts. Default: the one that faces the master.")
+    group.add_argument("--rrfp-timeout", type=float, default=None, metavar="SECONDS",
+                       help="fail when nothing has moved inside a call for this long (three times that in the first call). Default: Megatron's "
+                       "--distributed-timeout-minutes.")
+    group.add_argument("--rrfp-trace", default=None, metavar="DIR",
+                       help="write what happened, one file per rank; `rrfp trace DIR` makes pictures and tables of it. Works with 1f1b too.")
+    group.add_argument("--rrfp-emulate", default=None, metavar="SCENARIO",
+                       help="NAME[:UNIT_MS[:SEED]]: sleep every action up to a drawn duration, to study schedules on a small machine. Works with 1f1b too.")
+    group.add_argument("--rrfp-inject", default=None, choices=["J0", "J1", "J2", "J3"],
+                       help="the paper's jitter on top of real compute. Works with 1f1b too.")
+    return parser
+
+
+def options_from(args: argparse.Namespace) -> Options:
+    """The options in Megatron's parsed arguments. Raises ConfigurationError."""
+    timeout = args.rrfp_timeout
+    if timeout is None:
+        timeout = 60.0 * getattr(args, "distributed_timeout_minutes", 10)
+    return Options(
+        schedule=args.pipeline_schedule, hint=args.rrfp_hint, mode=args.rrfp_mode, limit=args.rrfp_limit, order=args.rrfp_order,
+        lanes=args.rrfp_lanes, interface=args.rrfp_interface, timeout=timeout, trace=args.rrfp_trace, emulate=args.rrfp_emulate,
+        inject=args.rrfp_inject, nvtx=bool(getattr(args, "profile", False)),
+    )

@@ -1,0 +1,159 @@
+"""Runs a stage's forwards and backwards with Megatron's own functions.
+
+Everything that Megatron ties to "first" and "last" follows what was *executed* first and last, not the microbatch's index.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+
+from rrfp.action import Action, Edge
+from rrfp.comm.transport import Arrival, Payload
+from rrfp.megatron.microbatches import MicrobatchIterator
+from rrfp.megatron.padding import Padding
+from rrfp.megatron.tensors import from_arrival, to_payload
+from rrfp.scheduler.dependencies import Task
+
+
+@dataclass(kw_only=True)
+class StepContext:
+    """What one call of the schedule was given (the arguments of Megatron's `forward_backward_func`), for one stage."""
+
+    forward_step_func: Callable
+    data_iterator: MicrobatchIterator | None
+    model: torch.nn.Module
+    config: Any
+    num_microbatches: int
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+    is_first_stage: bool
+    is_last_stage: bool
+    cp_size: int
+    max_in_flight: int
+    call: int
+    total_num_tokens: torch.Tensor
+    """int32 scalar; microbatches add to it, in any order."""
+    losses: dict[int, list] = field(default_factory=dict)
+    """What `forward_step` stored, per microbatch (the last stage only)."""
+
+
+class MegatronExecutor:
+    """One stage of one call. An `Executor` whose actions complete before `launch` returns (on a GPU: after the stream has caught up).
+
+    Args:
+        context: the call.
+        release: gives a receive buffer back.
+        padding: lengthens actions on purpose, or None.
+    """
+
+    capacity = 1
+
+    def __init__(self, context: StepContext, *, release: Callable[[Arrival], None], padding: Padding | None = None):
+        self.padded = 0.0
+        self._context = context
+        self._release = release
+        self._padding = padding
+        self._device = torch.device("cuda", torch.cuda.current_device()) if _on_cuda() else torch.device("cpu")
+        self._saved: dict[int, tuple[list[torch.Tensor | None], torch.Tensor]] = {}
+        self._forwards = 0
+        self._backwards = 0
+        self._no_sync: contextlib.AbstractContextManager | None = None
+        self._disable_grad_sync()
+
+    # ------------------------------------------------------------------ the Executor protocol
+    def launch(self, task: Task, inputs: tuple[Arrival, ...], done: Callable[[Mapping[Edge, Payload]], None]) -> None:
+        action = task.action
+        tensors = [tensor for arrival in inputs for tensor in from_arrival(arrival, release=self._release, device=self._device)]
+        if self._padding is not None:
+            self._padding.start()
+        result = self._forward(action, tensors) if action.kind == "F" else self._backward(action, tensors)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        if self._padding is not None:
+            self.padded = self._padding.finish(self._context.call, action)
+        payload = to_payload(result) if task.sends else ()
+        done({edge: payload for edge in task.sends})
+
+    def _forward(self, action: Action, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        context, microbatch = self._context, action.microbatch
+        config = context.config
+        input_tensor = tensors[0].requires_grad_(True) if tensors else None
+        partial = config.num_microbatches_with_partial_activation_checkpoints
+        checkpoint = None if partial is None else self._forwards % context.max_in_flight >= partial
+        first = schedules.check_first_val_step(context.first_val_step, context.forward_only, self._forwards == 0)
+        store = context.losses.setdefault(microbatch, [])
+        if context.data_iterator is not None:
+            context.data_iterator.begin(microbatch)
+        output_tensor, num_tokens = schedules.forward_step(
+            context.forward_step_func,
+            context.data_iterator,
+            context.model,
+            context.num_microbatches,
+            input_tensor,
+            store,
+            config,
+            cp_group_size=context.cp_size,
+            collect_non_loss_data=context.collect_non_loss_data,
+            checkpoint_activations_microbatch=checkpoint,
+            is_first_microbatch=first,
+            current_microbatch=microbatch,
+            is_last_stage=context.is_last_stage,
+        )
+        if context.data_iterator is not None:
+            context.data_iterator.end()
+        context.total_num_tokens += num_tokens
+        self._forwards += 1
+        result = [output_tensor.detach()] if torch.is_tensor(output_tensor) and not context.is_last_stage else []
+        if not context.forward_only:
+            self._saved[microbatch] = (input_tensor, output_tensor)
+            # `result` is an alias that keeps the storage: what is being sent is not freed under the send.
+            schedules.deallocate_output_tensor(output_tensor, config.deallocate_pipeline_outputs)
+        return result
+
+    def _backward(self, action: Action, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        context = self._context
+        input_tensor, output_tensor = self._saved.pop(action.microbatch)
+        self._backwards += 1
+        if self._backwards == context.num_microbatches and (context.config.grad_sync_func is None or context.is_first_stage):
+            self._enable_grad_sync()
+        if tensors and tensors[0] is None:
+            return [None]  # nothing downstream depends on this output, so nothing upstream does through this stage
+        gradient = tensors[0] if tensors else None
+        return [schedules.backward_step(input_tensor, output_tensor, gradient, context.config)]
+
+    # ------------------------------------------------------------------ gradient synchronisation of data parallelism
+    def _disable_grad_sync(self) -> None:
+        no_sync = self._context.config.no_sync_func or contextlib.nullcontext
+        self._no_sync = no_sync()
+        self._no_sync.__enter__()
+
+    def _enable_grad_sync(self) -> None:
+        if self._no_sync is not None:
+            self._no_sync.__exit__(None, None, None)
+            self._no_sync = None
+
+    def finish(self) -> None:
+        """After the last action: reductions that were kept for the end start now (invariant 7: one fixed order)."""
+        if self._no_sync is None:
+            return
+        context = self._context
+        self._enable_grad_sync()
+        if not context.forward_only and context.config.grad_sync_func is not None:
+            context.config.grad_sync_func(context.model.parameters())
+
+    def abandon(self) -> None:
+        """After a failure: leave `no_sync` as Megatron expects to find it."""
+        self._enable_grad_sync()
+        self._saved.clear()
+
+
+def _on_cuda() -> bool:
+    """Whether tensors really live on a GPU (in CPU mode `torch.cuda` only pretends)."""
+    from rrfp.megatron import cpu
+
+    return not cpu.is_enabled() and torch.cuda.is_available()

@@ -1,0 +1,62 @@
+"""What a user chose, checked once, and carried to everything in this room. Imports neither torch nor megatron."""
+
+from dataclasses import dataclass, field
+
+from rrfp.errors import ConfigurationError
+from rrfp.megatron.padding import LEVELS, parse_scenario
+from rrfp.policy import Policy
+
+SCHEDULES = ("1f1b", "rrfp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `rrfp.install`, one per flag (`hint` is `--rrfp-hint`, and so on).
+
+    schedule: `1f1b` leaves Megatron's schedule in place; `rrfp` replaces it.
+    hint, mode, limit, order, lanes: see `rrfp.policy.Policy`.
+    interface: network interface or address for messages between hosts; None: the one that faces the master.
+    timeout: seconds without progress inside a call (three times that in the first); None: Megatron's distributed timeout.
+    trace: directory for the trace, or None.
+    emulate: `NAME[:UNIT_MS[:SEED]]`, a scenario of emulated durations, or None.
+    inject: a level of the paper's jitter, J0 to J3, or None.
+    nvtx: name actions for a profiler.
+
+    Raises:
+        ConfigurationError: a value is refused; the message names the flag, the value, the rule and the way out.
+    """
+
+    schedule: str = "rrfp"
+    hint: str = "announced"
+    mode: str = "ready"
+    limit: str = "1f1b"
+    order: str = "microbatch"
+    lanes: int = 1
+    interface: str | None = None
+    timeout: float | None = None
+    trace: str | None = None
+    emulate: str | None = None
+    inject: str | None = None
+    nvtx: bool = False
+    policy: Policy = field(init=False)
+
+    def __post_init__(self):
+        if self.schedule not in SCHEDULES:
+            raise ConfigurationError(f"--pipeline-schedule {self.schedule}: no such schedule; choose one of {', '.join(SCHEDULES)}")
+        if self.timeout is not None and not self.timeout > 0:
+            raise ConfigurationError(f"--rrfp-timeout {self.timeout:g}: a timeout is a number of seconds above 0; nothing waits for ever")
+        if self.emulate is not None:
+            parse_scenario(self.emulate)
+        if self.inject is not None and self.inject not in LEVELS:
+            raise ConfigurationError(f"--rrfp-inject {self.inject}: no such level; choose one of {', '.join(LEVELS)}")
+        if self.emulate is not None and self.inject is not None:
+            raise ConfigurationError(
+                f"--rrfp-inject {self.inject} with --rrfp-emulate {self.emulate}: injected jitter comes on top of real compute, which "
+                "emulated durations hide; give one of the two")
+        policy = Policy(hint=self.hint, mode=self.mode, limit=str(self.limit), order=self.order, lanes=self.lanes)
+        object.__setattr__(self, "policy", policy)
+
+    @property
+    def instruments(self) -> bool:
+        """Whether Megatron's own schedule has to be wrapped too."""
+        return self.trace is not None or self.emulate is not None or self.inject is not None
