@@ -30,12 +30,15 @@ _FACTORIES = (
     " normal empty_strided triu_indices tril_indices empty_like zeros_like ones_like full_like rand_like randn_like randint_like"
 ).split()
 _METHODS = "new_empty new_zeros new_ones new_full new_tensor new_empty_strided".split()
-_NVTX = "range_push range_pop range_start range_end mark".split()
 _TENSOR_TYPES = "Float Double Half BFloat16 Byte Char Short Int Long Bool".split()
 
 
-def _nothing(*args, **kwargs):
-    """The answer to every call that a CPU need not answer."""
+def _nothing():
+    """A new function that does nothing: the answer to every call that a CPU need not answer.
+
+    New each time, since torch._dynamo refuses to be imported when one function stands under two names of torch.
+    """
+    return lambda *args, **kwargs: None
 
 
 def _caller_is(package: str, *, depth: int = 2) -> bool:
@@ -58,7 +61,14 @@ class Stream:
     def __exit__(self, *exc):
         return False
 
-    wait_stream = wait_event = synchronize = _nothing
+    def wait_stream(self, stream):
+        pass
+
+    def wait_event(self, event):
+        pass
+
+    def synchronize(self):
+        pass
 
     def query(self):
         return True
@@ -84,7 +94,11 @@ class Event:
     def record(self, stream=None):
         self._time = time.perf_counter()
 
-    wait = synchronize = _nothing
+    def wait(self, stream=None):
+        pass
+
+    def synchronize(self):
+        pass
 
     def query(self):
         return True
@@ -116,13 +130,13 @@ class CUDAGraph:
         raise ConfigurationError("CUDA graphs do not exist in CPU mode: leave --cuda-graph-impl at none")
 
 
-def resident_bytes(*args, **kwargs) -> int:
+def resident_bytes() -> int:
     """This process's resident memory, in bytes: what the memory_* functions of torch.cuda report in CPU mode."""
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * resource.getpagesize()
 
 
-def peak_bytes(*args, **kwargs) -> int:
+def peak_bytes() -> int:
     """The largest resident memory so far, in bytes. The operating system keeps it: it cannot be reset."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -147,7 +161,7 @@ def stand_in_for_cuda(device_count: int):
         get_device_properties=lambda device=None: properties,
         _lazy_call=lambda callback, **kwargs: callback(),
         device=_Context,
-        **dict.fromkeys("init _lazy_init set_device synchronize empty_cache ipc_collect set_stream".split(), _nothing),
+        **_named("init _lazy_init set_device synchronize empty_cache ipc_collect set_stream", _nothing),
     )
     _set(
         cuda,
@@ -157,20 +171,18 @@ def stand_in_for_cuda(device_count: int):
         CUDAGraph=CUDAGraph,
         stream=_Context,
         StreamContext=_Context,
-        **dict.fromkeys(("current_stream", "default_stream"), lambda device=None: Stream()),
+        **_named("current_stream default_stream", lambda: lambda device=None: Stream()),
     )
-    for name in _NVTX:
-        setattr(cuda.nvtx, name, _nothing)
-    cuda.nvtx.range = _Context
+    _set(cuda.nvtx, range=_Context, **_named("range_push range_pop range_start range_end mark", _nothing))
     _set(
         cuda,
         memory_stats=lambda device=None: defaultdict(int, {"allocated_bytes.all.current": resident_bytes()}),
         mem_get_info=lambda device=None: (physical - resident_bytes(), physical),
         memory_summary=lambda *args, **kwargs: "",
-        **dict.fromkeys("memory_allocated memory_reserved memory_cached device_memory_used".split(), resident_bytes),
-        **dict.fromkeys("max_memory_allocated max_memory_reserved max_memory_cached".split(), peak_bytes),
-        **dict.fromkeys("reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_reserved".split(), _nothing),
-        **dict.fromkeys("utilization power_draw temperature clock_rate".split(), lambda device=None: 0),
+        **_named("memory_allocated memory_reserved device_memory_used", lambda: lambda device=None: resident_bytes()),
+        **_named("max_memory_allocated max_memory_reserved", lambda: lambda device=None: peak_bytes()),
+        **_named("reset_peak_memory_stats reset_max_memory_allocated", _nothing),
+        **_named("utilization power_draw temperature clock_rate", lambda: lambda device=None: 0),
     )
     for name in _TENSOR_TYPES:
         setattr(cuda, name + "Tensor", getattr(torch, name + "Tensor"))
@@ -181,7 +193,7 @@ def stand_in_for_cuda(device_count: int):
             is_available=lambda: False,
             device_count=lambda: 0,
             current_accelerator=lambda check_available=False: None,
-            synchronize=_nothing,
+            synchronize=_nothing(),
         )
 
 
@@ -196,9 +208,9 @@ def _share_generator(device_count: int):
         set_rng_state_all=lambda states: generator.set_state(list(states)[0]) and None,
         manual_seed=lambda seed: generator.manual_seed(int(seed)) and None,
         manual_seed_all=lambda seed: generator.manual_seed(int(seed)) and None,
-        initial_seed=generator.initial_seed,
-        seed=_nothing,  # torch.seed() has seeded the one generator already
-        seed_all=_nothing,
+        initial_seed=lambda: generator.initial_seed(),
+        seed=_nothing(),  # torch.seed() has seeded the one generator already
+        seed_all=_nothing(),
     )
     _set(torch.cuda, **functions)
     _set(torch.cuda.random, **{name: f for name, f in functions.items() if name != "default_generators"})
@@ -219,7 +231,7 @@ def rewrite_devices():
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.nn.Module.cuda = lambda self, device=None: self
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
-    torch.Tensor.record_stream = _nothing
+    torch.Tensor.record_stream = _nothing()
     torch.Tensor.type = _tensor_type
 
 
@@ -305,13 +317,17 @@ def _gloo_options(kwargs: dict) -> dict:
 
 
 def no_compilation():
-    """`torch.compile` returns its function unchanged: Megatron's jit_fuser then runs eagerly, and torch._dynamo is never imported."""
+    """`torch.compile` returns its function unchanged: Megatron's jit_fuser then runs eagerly."""
 
     def compile(model=None, **kwargs):
         return model if model is not None else lambda function: function
 
     torch.compile = compile
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # for those who reach torch._dynamo directly
+
+
+def _named(names: str, make) -> dict:
+    return {name: make() for name in names.split()}
 
 
 def _set(owner, **attributes):
