@@ -133,3 +133,107 @@ def break_down(
 
 def _ns(seconds: float) -> int:
     return round(seconds * 1e9)
+
+
+def combine(breakdowns: Iterable[Breakdown]) -> Breakdown:
+    """The sum of several (calls of a rank, or ranks): times and counts add, peaks take the largest.
+
+    The rank and call are those of the first. Raises ValueError for none.
+    """
+    breakdowns = list(breakdowns)
+    if not breakdowns:
+        raise ValueError("nothing to combine: no complete call")
+    first = breakdowns[0]
+    blocked, counts, peaks = Counter(), Counter(), {}
+    for each in breakdowns:
+        blocked.update(each.blocked)
+        counts.update(each.counts)
+        for stage, peak in each.peak_in_flight.items():
+            peaks[stage] = max(peaks.get(stage, 0), peak)
+    return Breakdown(
+        rank=first.rank,
+        call=first.call,
+        total=sum(each.total for each in breakdowns),
+        compute=sum(each.compute for each in breakdowns),
+        emulated=sum(each.emulated for each in breakdowns),
+        blocked=dict(blocked),
+        runtime=sum(each.runtime for each in breakdowns),
+        counts=dict(counts),
+        peak_in_flight=dict(sorted(peaks.items())),
+        overlaps=sum(each.overlaps for each in breakdowns),
+        microbatches=first.microbatches,
+        forward_only=first.forward_only,
+    )
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run's breakdown over its calls. The first call (connecting, compiling, warming up) is left out if there are others."""
+
+    calls: int
+    """How many calls were summed."""
+    ranks: Mapping[int, Breakdown]
+    mean: Breakdown
+    """Over all ranks, each with the weight of its time."""
+    worst: Breakdown
+    """The rank that computes the smallest share of its time."""
+
+
+def summarise(breakdowns: Iterable[Breakdown]) -> Summary:
+    """Over calls and ranks. Evaluation (`forward_only`) counts only where there is no training call.
+
+    Raises ValueError for no breakdown at all.
+    """
+    breakdowns = list(breakdowns)
+    chosen = [each for each in breakdowns if not each.forward_only] or breakdowns
+    calls = sorted({each.call for each in chosen})
+    calls = set(calls[1:] or calls)
+    per_rank: dict[int, list[Breakdown]] = {}
+    for each in chosen:
+        if each.call in calls:
+            per_rank.setdefault(each.rank, []).append(each)
+    ranks = {rank: combine(per_rank[rank]) for rank in sorted(per_rank)}
+    worst = min(ranks.values(), key=lambda each: each.compute / max(each.total, 1), default=None)
+    return Summary(len(calls), ranks, combine(ranks.values()), worst)
+
+
+def tenths(parts: Mapping[str, int]) -> dict[str, int]:
+    """Shares in tenths of a percent that sum to 1000 exactly (largest remainders round up); all 0 for an empty call."""
+    total = sum(parts.values())
+    if total <= 0:
+        return dict.fromkeys(parts, 0)
+    shares = {part: 1000 * value // total for part, value in parts.items()}
+    by_remainder = sorted(parts, key=lambda part: 1000 * parts[part] % total, reverse=True)
+    for part in by_remainder[: 1000 - sum(shares.values())]:
+        shares[part] += 1
+    return shares
+
+
+_TITLES = {"F": "wait F", "B": "wait B", "W": "wait W", "announced": "announced", "send": "wait send"}
+
+
+def table(summary: Summary) -> str:
+    """Plain text: a row per rank, then the mean; shares of the call's time in percent, each row summing to 100.0."""
+    columns = list(dict.fromkeys(part for each in summary.ranks.values() for part in each.parts() if part != "runtime")) + ["runtime"]
+    kinds = sorted({kind for each in summary.ranks.values() for kind in each.counts})
+    emulated = summary.mean.emulated > 0
+    head = ["rank", "s/call", "compute"] + ["emulated"] * emulated
+    head += [_TITLES.get(part, part) for part in columns[1:]] + ["peak in flight"] + kinds
+    rows = [head]
+    for name, each in [(str(rank), each) for rank, each in summary.ranks.items()] + [("mean", summary.mean)]:
+        several = len(summary.ranks) if name == "mean" else 1
+        # The padding is a part of compute, so it takes no part in the sum.
+        shares = tenths(dict.fromkeys(columns, 0) | each.parts())
+        row = [name, f"{each.total / 1e9 / summary.calls / several:.3f}", f"{shares['compute'] / 10:.1f}"]
+        row += [f"({100 * each.emulated / max(each.total, 1):.1f})"] * emulated
+        row += [f"{shares[part] / 10:.1f}" for part in columns[1:]]
+        peaks = each.peak_in_flight
+        row += [str(max(peaks.values(), default=0)) if name == "mean" else "/".join(str(peaks[stage]) for stage in sorted(peaks))]
+        row += [f"{each.counts.get(kind, 0) / summary.calls / several:g}" for kind in kinds]
+        rows.append(row)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    lines.append(f"percent of the time of {summary.calls} call(s); peak in flight per stage; actions per call by kind")
+    if overlaps := summary.mean.overlaps:
+        lines.append(f"{overlaps} recorded span(s) overlapped another and were clipped")
+    return "\n".join(lines)

@@ -1,0 +1,225 @@
+"""Reads the files of one run back into a `Timeline`: one clock for all ranks, whatever is there of a killed one."""
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from rrfp.action import Action, Edge, parse_action, parse_edge
+from rrfp.errors import ConfigurationError
+from rrfp.trace.breakdown import Breakdown, break_down
+
+
+class Ran(NamedTuple):
+    """An action that ran. Seconds; `padded` is the emulated part at its end."""
+
+    action: Action
+    start: float
+    end: float
+    in_flight: int
+    padded: float
+
+
+class Waited(NamedTuple):
+    cause: str
+    start: float
+    end: float
+
+
+class Message(NamedTuple):
+    """A message over `edge` for `microbatch`, when it came in (at its destination) or was handed to the transport (at its source)."""
+
+    edge: Edge
+    microbatch: int
+    time: float
+
+
+@dataclass
+class Call:
+    """One call of one rank, times in seconds of the timeline's clock."""
+
+    number: int
+    microbatches: int
+    forward_only: bool
+    begin: float
+    end: float
+    complete: bool = False
+    """False if the rank was lost inside: `end` is then the last thing known."""
+    actions: list[Ran] = field(default_factory=list)
+    waits: list[Waited] = field(default_factory=list)
+    arrivals: list[Message] = field(default_factory=list)
+    sent: list[Message] = field(default_factory=list)
+
+
+@dataclass
+class RankTrace:
+    rank: int
+    stages: tuple[int, ...]
+    calls: dict[int, Call]
+
+
+@dataclass
+class Timeline:
+    """A run: what each rank did, on one clock."""
+
+    ranks: dict[int, RankTrace]
+    missing: tuple[int, ...] = ()
+    """Ranks that should have written a file and did not."""
+    notes: tuple[str, ...] = ()
+    """What a reader should know: cut-off files, unfinished calls."""
+
+    @cached_property
+    def rank_of(self) -> dict[int, int]:
+        """Stage -> rank, in order of stages."""
+        return dict(sorted((stage, trace.rank) for trace in self.ranks.values() for stage in trace.stages))
+
+    @cached_property
+    def calls(self) -> tuple[int, ...]:
+        """The calls that at least one rank began, ascending."""
+        return tuple(sorted({number for trace in self.ranks.values() for number in trace.calls}))
+
+    def of_call(self, number: int) -> dict[int, Call]:
+        """Rank -> that call. Raises ConfigurationError if no rank has it."""
+        found = {rank: trace.calls[number] for rank, trace in sorted(self.ranks.items()) if number in trace.calls}
+        if not found:
+            raise ConfigurationError(f"call {number} is not in the trace: it holds calls {_span(self.calls)}")
+        return found
+
+    def typical_call(self) -> int:
+        """The last call that every rank completed, a training one if there is any. Raises ConfigurationError if there is none."""
+        whole = [n for n in self.calls if all(n in t.calls and t.calls[n].complete for t in self.ranks.values())]
+        whole = [n for n in whole if not self._forward_only(n)] or whole
+        if not whole:
+            raise ConfigurationError("the trace holds no call that every rank completed: name one with --call")
+        return whole[-1]
+
+    def breakdowns(self) -> list[Breakdown]:
+        """One per rank and complete call."""
+        return [
+            break_down(
+                call.actions,
+                call.waits,
+                call.begin,
+                call.end,
+                rank=trace.rank,
+                call=call.number,
+                microbatches=call.microbatches,
+                forward_only=call.forward_only,
+            )
+            for trace in self.ranks.values()
+            for call in trace.calls.values()
+            if call.complete
+        ]
+
+    def _forward_only(self, number: int) -> bool:
+        return any(call.forward_only for call in self.of_call(number).values())
+
+
+def read(directory: Path, *, calls: Iterable[int] | None = None) -> Timeline:
+    """Reads `directory/rank*.jsonl`.
+
+    Clocks: files of one boot share a monotonic clock; another host's is related to it through both headers' wall times, as
+    exactly as those hosts agree on the time of day.
+
+    Args:
+        calls: only these calls (default: all).
+
+    Raises:
+        ConfigurationError: no trace there, a file that is not one, or two files that claim the same stage.
+    """
+    directory = Path(directory)
+    named = {int(match[1]): path for path in directory.glob("rank*.jsonl") if (match := re.fullmatch(r"rank(\d+)\.jsonl", path.name))}
+    if not named:
+        raise ConfigurationError(f"{directory} holds no trace: no file rank*.jsonl in it; pass what --rrfp-trace was given")
+    wanted = None if calls is None else set(calls)
+    headers, traces, notes = {}, {}, []
+    for rank, path in sorted(named.items()):
+        lines, cut = _lines(path)
+        if cut:
+            notes.append(f"{path.name} ends in the middle of a line: rank {rank} was killed while writing")
+        if not lines:
+            continue
+        headers[rank] = header = _header(path, lines[0])
+        reference = next(iter(headers.values()))
+        shift = 0.0 if header["boot"] and header["boot"] == reference["boot"] else _epoch(header) - _epoch(reference)
+        trace = RankTrace(rank, tuple(header["stages"]), {})
+        try:
+            for line in lines[1:]:
+                _add(trace, line, shift, wanted)
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise ConfigurationError(f"{path} is not a trace: {error!r} in {line!r}") from error
+        traces[rank] = trace
+        notes += [f"rank {rank} did not finish call {n}" for n, call in trace.calls.items() if not call.complete]
+
+    # The newest file says how many ranks there were: files beyond that are of an earlier, larger run.
+    newest = max(headers.values(), key=lambda header: header["wall"], default=None)
+    expected = (newest or {}).get("ranks") or max(named) + 1
+    for rank in [rank for rank in traces if rank >= expected]:
+        notes.append(f"rank{rank}.jsonl is left over from an earlier run of more than {expected} ranks: not used")
+        del traces[rank]
+    owners: dict[int, int] = {}
+    for trace in traces.values():
+        for stage in trace.stages:
+            if stage in owners:
+                both = f"rank{owners[stage]}.jsonl and rank{trace.rank}.jsonl"
+                raise ConfigurationError(f"stage {stage} is in both {both}: trace each pipeline into a directory of its own")
+            owners[stage] = trace.rank
+    missing = tuple(rank for rank in range(expected) if rank not in traces)
+    return Timeline(traces, missing, tuple(notes))
+
+
+def _lines(path: Path) -> tuple[list, bool]:
+    """The values of a file, and whether its last line was cut off."""
+    text = path.read_text(errors="replace")
+    lines = text.split("\n")
+    cut = lines.pop() != ""
+    try:
+        return [json.loads(line) for line in lines], cut
+    except ValueError as error:
+        raise ConfigurationError(f"{path} is not a trace: {error}") from error
+
+
+def _header(path: Path, header) -> dict:
+    if not isinstance(header, dict) or header.get("rrfp_trace") != 1:
+        raise ConfigurationError(f"{path} is not a trace that this version reads: its first line is {str(header)[:80]!r}")
+    return header
+
+
+def _epoch(header: dict) -> float:
+    """The wall time at which that host's monotonic clock stood at zero."""
+    return header["wall"] - header["monotonic"]
+
+
+def _add(trace: RankTrace, line: list, shift: float, wanted: set[int] | None) -> None:
+    tag, number, *rest = line
+    if wanted is not None and number not in wanted:
+        return
+    if tag == "begin":
+        microbatches, forward_only, begin = rest
+        trace.calls[number] = Call(number, microbatches, forward_only, begin + shift, begin + shift)
+        return
+    call = trace.calls.get(number)
+    if call is None:
+        return  # something sent or received before the first call
+    if tag == "action":
+        text, start, end, in_flight, padded = rest
+        call.actions.append(Ran(parse_action(text), start + shift, end + shift, in_flight, padded))
+        call.end = max(call.end, end + shift)
+    elif tag == "wait":
+        cause, start, end = rest
+        call.waits.append(Waited(cause, start + shift, end + shift))
+        call.end = max(call.end, end + shift)
+    elif tag in ("arrival", "sent"):
+        edge, microbatch, time = rest
+        (call.arrivals if tag == "arrival" else call.sent).append(Message(parse_edge(edge), microbatch, time + shift))
+    elif tag == "end":
+        call.end, call.complete = rest[0] + shift, True
+    else:
+        raise ValueError(f"unknown event {tag!r}")
+
+
+def _span(numbers: tuple[int, ...]) -> str:
+    return f"{numbers[0]}..{numbers[-1]}" if numbers else "none"
