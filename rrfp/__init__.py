@@ -4,3 +4,17 @@
 """
 
 __version__ = "0.1.0"
+__all__ = ["install", "register_hint", "uninstall"]
+
+
+def __getattr__(name: str):
+    # Lazily, so that the pure parts can be used without torch.
+    if name in ("install", "uninstall"):
+        from rrfp import megatron
+
+        return getattr(megatron, name)
+    if name == "register_hint":
+        from rrfp.policy import register_hint
+
+        return register_hint
+    raise AttributeError(f"module 'rrfp' has no attribute {name!r}")

@@ -51,6 +51,7 @@ def enable(*, device_count: int | None = None):
     cpu_torch.rewrite_devices()
     cpu_torch.gloo_for_nccl()
     cpu_torch.no_compilation()
+    cpu_torch.own_generator_for_data_loaders()
     _quiet()
     _enabled = True
 

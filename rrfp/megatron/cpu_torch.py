@@ -326,6 +326,22 @@ def no_compilation():
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # for those who reach torch._dynamo directly
 
 
+def own_generator_for_data_loaders():
+    """A DataLoader draws the seed of its workers from the CPU generator. Here that would shift the dropout behind it, and a
+    resumed run, which makes its loaders after the generator's state is restored, would leave the path of the first: give
+    loaders a generator of their own."""
+    build = torch.utils.data.DataLoader.__init__
+    generator = torch.Generator()
+
+    @functools.wraps(build)
+    def with_generator(self, *args, **kwargs):
+        if kwargs.get("generator") is None:
+            kwargs["generator"] = generator
+        build(self, *args, **kwargs)
+
+    torch.utils.data.DataLoader.__init__ = with_generator
+
+
 def _named(names: str, make) -> dict:
     return {name: make() for name in names.split()}
 

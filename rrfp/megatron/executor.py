@@ -49,15 +49,24 @@ class MegatronExecutor:
         context: the call.
         release: gives a receive buffer back.
         padding: lengthens actions on purpose, or None.
+        before_forward: called with the microbatch before each forward, or None.
     """
 
     capacity = 1
 
-    def __init__(self, context: StepContext, *, release: Callable[[Arrival], None], padding: Padding | None = None):
+    def __init__(
+        self,
+        context: StepContext,
+        *,
+        release: Callable[[Arrival], None],
+        padding: Padding | None = None,
+        before_forward: Callable[[int], None] | None = None,
+    ):
         self.padded = 0.0
         self._context = context
         self._release = release
         self._padding = padding
+        self._before_forward = before_forward
         self._device = torch.device("cuda", torch.cuda.current_device()) if _on_cuda() else torch.device("cpu")
         self._saved: dict[int, tuple[list[torch.Tensor | None], torch.Tensor]] = {}
         self._forwards = 0
@@ -87,6 +96,8 @@ class MegatronExecutor:
         checkpoint = None if partial is None else self._forwards % context.max_in_flight >= partial
         first = schedules.check_first_val_step(context.first_val_step, context.forward_only, self._forwards == 0)
         store = context.losses.setdefault(microbatch, [])
+        if self._before_forward is not None:
+            self._before_forward(microbatch)
         if context.data_iterator is not None:
             context.data_iterator.begin(microbatch)
         output_tensor, num_tokens = schedules.forward_step(

@@ -1,0 +1,132 @@
+"""The Megatron room: the only one, with `rrfp.multimodal`, that imports megatron. Importing it does not; `install` does."""
+
+import argparse
+import sys
+from collections.abc import Callable
+
+from rrfp.errors import ConfigurationError
+from rrfp.megatron.arguments import add_arguments, options_from
+from rrfp.megatron.options import Options
+
+__all__ = ["Options", "add_arguments", "install", "install_from_args", "uninstall"]
+
+_INTERLEAVING = "forward_backward_pipelining_with_interleaving"
+_WITHOUT_INTERLEAVING = "forward_backward_pipelining_without_interleaving"
+
+_installed: Options | None = None
+_undo: list[Callable[[], None]] = []
+
+
+def install(*, cpu: bool = False, **options) -> None:
+    """Make Megatron's `get_forward_backward_func` return this package's schedule (or Megatron's own, watched).
+
+    Call it before the model is built; with `cpu=True` before megatron is imported. `options` are those of `Options`. Again with the
+    same options is harmless, with others replaces them.
+
+    Raises:
+        ConfigurationError: an option is refused, megatron-core is missing or of an unknown release, or there is no GPU and `cpu` is
+            not given.
+    """
+    _install(Options(**options), cpu=cpu)
+
+
+def install_from_args(args: argparse.Namespace) -> None:
+    """As `install`, from Megatron's parsed and validated arguments (with the flags of `add_arguments`).
+
+    Raises:
+        ConfigurationError: as `install`, or the job uses something that can't run by readiness.
+    """
+    options = options_from(args)
+    if options.schedule == "rrfp":
+        from rrfp.megatron.compatibility import refusal
+
+        if (line := refusal(args, order=options.order)) is not None:
+            raise ConfigurationError(line)
+    _install(options)
+
+
+def _install(options: Options, *, cpu: bool = False) -> None:
+    global _installed
+    if options == _installed:
+        return
+    from rrfp.megatron import cpu as cpu_mode
+
+    if cpu:
+        cpu_mode.enable()
+    _check_device(cpu_mode.is_enabled())
+    from rrfp.megatron.compatibility import check_megatron
+
+    check_megatron()
+    if cpu_mode.is_enabled():
+        cpu_mode.patch_megatron()
+    uninstall()
+    from megatron.core.pipeline_parallel import schedules
+
+    originals = {name: getattr(schedules, name) for name in (_WITHOUT_INTERLEAVING, _INTERLEAVING)}
+    if options.schedule == "rrfp":
+        from rrfp.megatron.forward_backward import make_forward_backward, refuse_interleaving
+
+        _replace(schedules, _WITHOUT_INTERLEAVING, make_forward_backward(options, original=originals[_WITHOUT_INTERLEAVING]))
+        _replace(schedules, _INTERLEAVING, refuse_interleaving)
+        _connect_with_groups(options)
+    elif options.instruments:
+        from rrfp.megatron.baseline import watch
+
+        _undo.append(watch(options, originals=originals)[1])
+    _installed = options
+
+
+def uninstall() -> None:
+    """Put Megatron's own functions back, and close this process' pipeline."""
+    global _installed
+    while _undo:
+        _undo.pop()()
+    _installed = None
+
+
+def _check_device(cpu_enabled: bool) -> None:
+    import torch
+
+    if not cpu_enabled and not torch.cuda.is_available():
+        raise ConfigurationError(
+            "this machine has no usable GPU (torch.cuda.is_available() is False): run `python -m rrfp --cpu SCRIPT ...`, or "
+            "rrfp.install(cpu=True), to train on the CPU")
+
+
+def _replace(owner, name: str, value) -> None:
+    previous = getattr(owner, name)
+    setattr(owner, name, value)
+    _undo.append(lambda: setattr(owner, name, previous))
+
+
+def _connect_with_groups(options: Options) -> None:
+    """Connect the pipeline as soon as its group exists, so that a rank lost while the model is built is seen too."""
+    from megatron.core import parallel_state
+
+    from rrfp.megatron import runtime
+
+    def connect() -> None:
+        ranks = parallel_state.get_pipeline_model_parallel_world_size()
+        if ranks == 1:
+            if torch_rank() == 0:
+                print("[rrfp] --pipeline-schedule rrfp with --pipeline-model-parallel-size 1: one stage is no pipeline; "
+                      "Megatron's own schedule runs", file=sys.stderr, flush=True)
+        elif parallel_state.get_virtual_pipeline_model_parallel_world_size() is None:
+            runtime.runtime_for(options, parallel_state.get_pipeline_model_parallel_group())
+
+    def initialize_model_parallel(*args, **kwargs):
+        result = original(*args, **kwargs)
+        connect()
+        return result
+
+    original = parallel_state.initialize_model_parallel
+    _replace(parallel_state, "initialize_model_parallel", initialize_model_parallel)
+    _undo.append(runtime.close_all)
+    if parallel_state.model_parallel_is_initialized():
+        connect()
+
+
+def torch_rank() -> int:
+    import torch
+
+    return torch.distributed.get_rank()

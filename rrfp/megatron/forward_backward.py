@@ -1,0 +1,191 @@
+"""The drop-in for Megatron's `forward_backward_pipelining_without_interleaving`."""
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import get_model_config
+
+from rrfp.errors import ConfigurationError
+from rrfp.megatron.compatibility import check_call, delegation
+from rrfp.megatron.executor import MegatronExecutor, StepContext
+from rrfp.megatron.microbatches import MicrobatchIterator
+from rrfp.megatron.options import Options
+from rrfp.megatron.padding import Emulation
+from rrfp.megatron.rerun import in_rerun, number_results
+from rrfp.megatron.runtime import Runtime, runtime_for
+
+
+def make_forward_backward(options: Options, *, original: Callable) -> Callable:
+    """A function with the contract of Megatron's non-interleaved 1F1B (`schedules.forward_backward_pipelining_without_interleaving`).
+
+    It returns what Megatron's returns: on the last stage one entry per microbatch, in microbatch order; elsewhere `[]`.
+    `original` runs what is delegated, after one line that says why.
+    """
+
+    @functools.wraps(original)
+    def forward_backward_pipelining_without_interleaving(
+        *,
+        forward_step_func,
+        data_iterator,
+        model,
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable | None = None,
+        p2p_communicator=None,
+        pg_collection=None,
+        force_all_reduce: bool | None = False,
+    ):
+        chunk = _single(model, "model")
+        config = get_model_config(chunk)
+        if config.overlap_p2p_comm:
+            raise ValueError("Non-interleaved pipeline parallelism does not support overlapping p2p communication")
+        reason = delegation(config) or _delegated_call(adjust_tensor_shapes_fn, p2p_communicator, pg_collection)
+        if reason is not None:
+            _say_once(f"[rrfp] Megatron's own schedule runs this job: {reason}")
+            return original(
+                forward_step_func=forward_step_func, data_iterator=data_iterator, model=model, num_microbatches=num_microbatches,
+                seq_length=seq_length, micro_batch_size=micro_batch_size, decoder_seq_length=decoder_seq_length, forward_only=forward_only,
+                collect_non_loss_data=collect_non_loss_data, first_val_step=first_val_step, adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
+                p2p_communicator=p2p_communicator, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+        check_call(config, order=options.order)
+        groups, pp_group = _groups(p2p_communicator, pg_collection)
+        _check_groups(groups)
+        runtime = runtime_for(options, pp_group)
+        iterator = _single(data_iterator, "data_iterator") if isinstance(data_iterator, list) else data_iterator
+        finalize = config.finalize_model_grads_func is not None and not forward_only
+        last_stage = runtime.rank == runtime.placement.ranks - 1
+        embedding = schedules.clear_embedding_activation_buffer(config, chunk, last_stage) if finalize else None
+        if config.timers is not None:
+            config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+
+        context = StepContext(
+            forward_step_func=forward_step_func,
+            data_iterator=None if iterator is None else MicrobatchIterator(iterator),
+            model=chunk,
+            config=config,
+            num_microbatches=num_microbatches,
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            first_val_step=first_val_step,
+            is_first_stage=runtime.rank == 0,
+            is_last_stage=last_stage,
+            cp_size=groups.cp.size(),
+            max_in_flight=options.policy.limits(runtime.placement, num_microbatches)[runtime.rank],
+            call=runtime.engine.call + 1,
+            total_num_tokens=torch.zeros([], dtype=torch.int, device="cuda"),
+        )
+        _run(runtime, context)
+
+        if finalize:
+            schedules.finish_embedding_wgrad_compute(config, embedding, last_stage, groups.tp)
+            config.finalize_model_grads_func(
+                [chunk],
+                context.total_num_tokens if config.calculate_per_token_loss else None,
+                pg_collection=groups,
+                force_all_reduce=force_all_reduce,
+            )
+        if config.timers is not None:
+            config.timers("forward-backward").stop()
+        return [entry for microbatch in range(num_microbatches) for entry in context.losses.get(microbatch, ())]
+
+    return forward_backward_pipelining_without_interleaving
+
+
+def _run(runtime: Runtime, context: StepContext) -> None:
+    """One call of the engine."""
+    options, padding = runtime.options, runtime.padding
+    free = options.policy.order == "free"
+    policy = dataclasses.replace(options.policy, order="microbatch") if free and in_rerun() else options.policy
+    scheduler = policy.scheduler(
+        runtime.placement, runtime.rank, context.num_microbatches, forward_only=context.forward_only, durations=runtime.durations)
+    if isinstance(padding, Emulation):
+        padding.begin(context.call, context.num_microbatches)
+    executor = MegatronExecutor(context, release=runtime.transport.release, padding=padding,
+                                before_forward=number_results if free and context.is_last_stage else None)
+    try:
+        runtime.engine.run(scheduler, executor, announce=policy.announces, forward_only=context.forward_only,
+                           microbatches=context.num_microbatches)
+    except BaseException:
+        runtime.raised()
+        executor.abandon()
+        raise
+    executor.finish()
+    runtime.durations = {kind: scheduler.duration_of(kind) for kind in ("F", "B")}
+
+
+def refuse_interleaving(*args, **kwargs):
+    """What `forward_backward_pipelining_with_interleaving` becomes."""
+    raise ConfigurationError(
+        "--pipeline-schedule rrfp with --num-layers-per-virtual-pipeline-stage: several chunks per rank aren't supported yet; "
+        "use --pipeline-schedule 1f1b")
+
+
+def _single(value, name: str):
+    if not isinstance(value, list):
+        return value
+    assert len(value) == 1, f"non-interleaved pipeline-parallel schedule does not support model chunking ({name} has {len(value)})"
+    return value[0]
+
+
+def _delegated_call(adjust_tensor_shapes_fn, p2p_communicator, pg_collection) -> str | None:
+    if adjust_tensor_shapes_fn is not None:
+        return "adjust_tensor_shapes_fn: one stage's message is several tensors (distillation)"
+    if "MultiModule" in type(pg_collection).__name__ or "MultiModule" in type(p2p_communicator).__name__:
+        return "multi-module process groups: they have a schedule and communicators of their own"
+    return None
+
+
+def _groups(p2p_communicator, pg_collection):
+    """The process groups, as Megatron's schedule finds them: both given, or neither."""
+    if p2p_communicator is None and pg_collection is None:
+        collection = _default_groups()
+        return collection, collection.pp
+    if p2p_communicator is None or pg_collection is None:
+        raise ValueError("Provide both p2p_communicator and pg_collection, or neither")
+    assert hasattr(pg_collection, "tp"), "pg_collection must have tp"
+    assert hasattr(pg_collection, "cp"), "pg_collection must have cp"
+    return pg_collection, p2p_communicator.pp_group
+
+
+def _default_groups():
+    """`schedules._build_default_pg_collection` (0.19); earlier releases build the same inside their schedules."""
+    if hasattr(schedules, "_build_default_pg_collection"):
+        return schedules._build_default_pg_collection()
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+    groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    return groups
+
+
+def _check_groups(groups) -> None:
+    for name, option in (("tp", "--tensor-model-parallel-size"), ("cp", "--context-parallel-size")):
+        if getattr(groups, name).size() > 1:
+            raise ConfigurationError(
+                f"--pipeline-schedule rrfp with {option} {getattr(groups, name).size()}: collectives inside actions need their ranks to agree "
+                "on every action, which isn't supported yet; use --pipeline-schedule 1f1b")
+
+
+_said: set[str] = set()
+
+
+def _say_once(line: str) -> None:
+    if line not in _said:
+        _said.add(line)
+        print(line, file=sys.stderr, flush=True)

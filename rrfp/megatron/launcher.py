@@ -1,0 +1,92 @@
+"""`python -m rrfp [--cpu] SCRIPT ...`: an unmodified Megatron script, with this package's flags."""
+
+import functools
+import os
+import runpy
+import sys
+
+from rrfp.errors import ConfigurationError
+from rrfp.megatron import add_arguments, install_from_args
+
+USAGE = """\
+usage: torchrun --nproc-per-node N -m rrfp [--cpu] SCRIPT [SCRIPT'S ARGUMENTS] [--pipeline-schedule rrfp ...]
+       rrfp doctor | rrfp trace DIR
+
+Runs a Megatron-LM training script (pretrain_gpt.py, ...) with the flags of RRFP added to its own.
+  --cpu   train on the CPU (gloo); for trying things out where there is no GPU"""
+
+
+def launch(argv: list[str]) -> int:
+    """Run the script named in `argv`. Returns the exit status of a refusal; a script that ends well returns 0."""
+    cpu = False
+    while argv and argv[0].startswith("-"):
+        option = argv.pop(0)
+        if option in ("-h", "--help"):
+            print(USAGE)
+            return 0
+        if option != "--cpu":
+            return _refuse(f"{option}: unknown option before the script; see `python -m rrfp --help`")
+        cpu = True
+    if not argv:
+        print(USAGE, file=sys.stderr)
+        return 2
+    script = argv[0]
+    if not os.path.isfile(script):
+        return _refuse(f"{script}: no such script; give the path of a training script such as pretrain_gpt.py")
+    try:
+        _prepare(script, cpu=cpu)
+        sys.argv = argv
+        runpy.run_path(script, run_name="__main__")
+    except ConfigurationError as error:
+        return _refuse(str(error))
+    return 0
+
+
+def _prepare(script: str, *, cpu: bool) -> None:
+    """Everything that has to be in place before the script's first line. Megatron is imported from beside the script if it is there."""
+    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    if cpu:
+        from rrfp.megatron import cpu as cpu_mode
+
+        cpu_mode.enable()
+    else:
+        from rrfp.megatron import _check_device
+
+        _check_device(False)
+    try:
+        from megatron.training import arguments
+    except ImportError as error:
+        raise ConfigurationError(
+            f"megatron.training can't be imported ({error}): run from a Megatron-LM checkout, or pip install 'megatron-core>=0.17.1,<0.20'"
+        ) from error
+    if cpu:
+        cpu_mode.patch_megatron()
+    _add_flags(arguments)
+
+
+def _add_flags(arguments) -> None:
+    """Add the flags where Megatron builds its parser, and act on them when it has validated its arguments."""
+    add, validate = arguments.add_megatron_arguments, arguments.validate_args
+
+    @functools.wraps(add)
+    def add_megatron_arguments(parser):
+        return add_arguments(add(parser))
+
+    @functools.wraps(validate)
+    def validate_args(args, *rest, **kwargs):
+        result = validate(args, *rest, **kwargs)
+        install_from_args(args)
+        return result
+
+    arguments.add_megatron_arguments = add_megatron_arguments
+    arguments.validate_args = validate_args
+    # 0.17.1 binds its own copy of the name.
+    initialize = sys.modules.get("megatron.training.initialize")
+    if initialize is not None and getattr(initialize, "validate_args", None) is validate:
+        initialize.validate_args = validate_args
+
+
+def _refuse(line: str) -> int:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"rrfp: {line}", file=sys.stderr, flush=True)
+    return 2
