@@ -67,7 +67,7 @@ def patch_megatron():
     _norm_under_sequence_parallelism()
     _norm_of_clip()
     _keep_outputs_while_gloo_sends()
-    _no_persistent_checkpoint_worker()
+    _checkpoint_worker_without_gpu()
 
 
 def _quiet():
@@ -135,13 +135,33 @@ def _keep_outputs_while_gloo_sends():
     ModelParallelConfig.__post_init__ = kept
 
 
-def _no_persistent_checkpoint_worker():
-    """The persistent checkpoint worker is a new interpreter, which is not in CPU mode. Asynchronous saving by fork works."""
+def _checkpoint_worker_without_gpu():
+    """Asynchronous saving (`--async-save --use-persistent-ckpt-worker`) hands tensors to a process of its own, by reference.
+
+    On a GPU the worker's copy to the host is the snapshot. A tensor on the CPU arrives in shared memory, and "copying" it to the
+    CPU copies nothing: training would go on writing what is being saved. So the worker copies for good; the trainer waits for that
+    in any case (PersistentAsyncCaller.schedule_async_call).
+    """
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    PersistentAsyncCaller.async_loop = staticmethod(_checkpoint_worker)
+    FileSystemWriterAsync.preload_tensors = staticmethod(_copy_of_buckets)
+
+
+def _checkpoint_worker(*args, **kwargs):
+    """The loop of the checkpoint worker, a new interpreter that is not in CPU mode: it asks torch.cuda for nothing but its device."""
+    import torch
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 
-    def refuse(self, *args, **kwargs):
-        raise ConfigurationError(
-            "--use-persistent-ckpt-worker starts a new interpreter, which is not in CPU mode: leave it out, --async-save then forks"
-        )
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.set_device = lambda device: None
+    PersistentAsyncCaller.async_loop(*args, **kwargs)
 
-    PersistentAsyncCaller.__init__ = refuse
+
+def _copy_of_buckets(write_buckets, non_blocking=True):
+    """FileSystemWriterAsync.preload_tensors: the same buckets with their tensors copied."""
+    return [
+        (file_name, storage_key, (data, [(item, tensor.detach().clone()) for item, tensor in tensors]))
+        for file_name, storage_key, (data, tensors) in write_buckets
+    ]
