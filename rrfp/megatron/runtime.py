@@ -59,7 +59,7 @@ class Runtime:
             store=store,
             lanes=options.lanes,
             interface=options.interface,
-            delay=self.padding.delay if isinstance(self.padding, Emulation) else None,
+            delay=getattr(self.padding, "delay", None),
         )
         self.engine = Engine(
             rank=rank,

@@ -1,0 +1,339 @@
+"""The user's choice of schedule, checked and composed: hint, mode, limit, order, lanes, split.
+
+A `Policy` makes one `Scheduler` per rank and call. Everything it refuses is a `ConfigurationError` that names the flag.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+
+from rrfp.action import Action
+from rrfp.errors import ConfigurationError
+from rrfp.placement import Placement
+from rrfp.scheduler import hints, lists
+from rrfp.scheduler.arbiter import Scheduler
+from rrfp.scheduler.dependencies import Dependencies, chain
+from rrfp.scheduler.limits import check_limit, interleaved_warm_up, is_paper, limit_of
+from rrfp.scheduler.validate import check_microbatch_order, check_rows, replay
+from rrfp.simulate.clock import drive
+
+RULES = ("announced", "bf", "fb", "b-first", "f-first", "alt", "fill", "fill-alt", "bfw", "fill-r")
+SPLIT_ONLY = ("bfw", "fill-r", "zb-h1", "zb-h2")
+UNIT_DURATIONS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+
+
+@dataclass(frozen=True)
+class HintContext:
+    """What a registered hint may look at. Equal on every rank, so that every rank computes equal rows.
+
+    measured: seconds by (kind, stage), as the caller passed them; empty in the first call.
+    """
+
+    placement: Placement
+    microbatches: int
+    limits: tuple[int, ...]
+    split: bool
+    measured: Mapping[tuple[str, int], float] = field(default_factory=dict)
+
+
+HintFunction = Callable[[HintContext], Sequence[Sequence]]
+_registered: dict[str, HintFunction] = {}
+
+
+def register_hint(name: str, fn: HintFunction) -> None:
+    """Make `name` a value of --rrfp-hint.
+
+    Args:
+        name: not a built-in's.
+        fn: takes a `HintContext`, returns one row per rank: actions, tokens like `2F0`, or tuples of them (ties). It is asked anew
+            for every call and must give the same rows on every rank; `Scheduler.digest` lets the ranks compare.
+
+    Raises:
+        ConfigurationError: if the name is taken by a built-in.
+    """
+    if name in RULES or name in lists.LISTS:
+        raise ConfigurationError(f"register_hint {name}: is a built-in hint; choose another name")
+    _registered[name] = fn
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a rank picks its next action.
+
+    Args:
+        hint: --rrfp-hint, a rule, a list, a registered name, or a CSV file.
+        mode: --rrfp-mode, "ready": the hint ranks what is ready. "strict": its list is obeyed (for a rule: the list that it yields
+            at unit durations, F=1, B=2, I=W=1; for `announced`: the list that it waits over).
+        limit: --rrfp-limit, activations in flight per rank.
+        order: --rrfp-order, "microbatch", "megatron" or "free".
+        lanes: --rrfp-lanes, FIFO lanes per edge.
+        split: whether the backward runs as I and W.
+        max_pending_w: bound on pending weight gradients per rank, None for none.
+
+    Raises:
+        ConfigurationError: on a value that does not exist, or a combination that cannot work.
+    """
+
+    hint: str = "announced"
+    mode: str = "ready"
+    limit: str = "1f1b"
+    order: str = "microbatch"
+    lanes: int = 1
+    split: bool = False
+    max_pending_w: int | None = None
+
+    def __post_init__(self):
+        _one_of("--rrfp-mode", self.mode, ("ready", "strict"))
+        _one_of("--rrfp-order", self.order, ("microbatch", "megatron", "free"))
+        check_limit(self.limit)
+        if self.lanes < 1:
+            raise ConfigurationError(f"--rrfp-lanes {self.lanes}: must be at least 1; use 1 for one FIFO per edge")
+        if not (self.hint in RULES or self.hint in lists.LISTS or self.hint in _registered or Path(self.hint).is_file()):
+            names = ", ".join((*RULES, *lists.LISTS, *_registered))
+            raise ConfigurationError(f"--rrfp-hint {self.hint}: is neither a hint nor a file; use one of {names}, or a CSV file's path")
+        if self.hint in SPLIT_ONLY and not self.split:
+            raise ConfigurationError(f"--rrfp-hint {self.hint}: needs the backward split into I and W; split it, or use fill-alt or 1f1b")
+        if self.max_pending_w is not None and (not self.split or self.max_pending_w < 1):
+            raise ConfigurationError(f"max_pending_w {self.max_pending_w}: must be at least 1, with a split backward; use None for no bound")
+
+    @property
+    def announces(self) -> bool:
+        """Whether stages tell their neighbours when they start an action."""
+        return self.hint == "announced" and self.mode == "ready"
+
+    @property
+    def adapts(self) -> bool:
+        """Whether the hint is a registered function, which is asked anew for every call with what was measured."""
+        return self.hint in _registered
+
+    # -- limits --------------------------------------------------------------------------------------------------------
+
+    def limits(self, placement: Placement, microbatches: int) -> list[int]:
+        """Most activations that each rank can hold under this policy, all its chunks together."""
+        bounds = []
+        for rank in range(placement.ranks):
+            chunks = len(placement.stages_of(rank))
+            bound = limit_of(self.limit, placement, rank, microbatches)
+            # Appendix C: one microbatch may still pass through every chunk at the limit.
+            over = chunks if is_paper(self.limit) and chunks > 1 else 0
+            bounds.append(min(bound + over, microbatches * chunks))
+        return bounds
+
+    def _check_shape(self, placement: Placement, microbatches: int) -> None:
+        """The deadlock rules: refuses what could stop for ever."""
+        if all(len(placement.stages_of(rank)) == 1 for rank in range(placement.ranks)):
+            return
+        if self.order == "megatron":
+            self._check_megatron_order(placement, microbatches)
+        elif not is_paper(self.limit) and self.mode == "ready":
+            for rank, limit in enumerate(self.limits(placement, microbatches)):
+                if limit < (chunks := len(placement.stages_of(rank))):
+                    raise ConfigurationError(f"--rrfp-limit {self.limit}: rank {rank} holds {chunks} chunks and {limit} activations, which"
+                                             f" deadlocks; use at least {chunks}")
+
+    def _check_megatron_order(self, placement: Placement, microbatches: int) -> None:
+        # Forwards in a fixed order across chunks are safe exactly when a list with that order runs within the limits.
+        if is_paper(self.limit):
+            raise ConfigurationError(f"--rrfp-limit {self.limit}: finishes microbatches one by one, against --rrfp-order megatron;"
+                                     " use --rrfp-order microbatch")
+        pipeline = _pipeline(placement, microbatches, self.split)
+        rows = [lists.as_row(lists.interleaved(placement.stages_of(r), r, microbatches, placement.ranks, split=self.split))
+                for r in range(placement.ranks)]
+        outcome = replay(rows, pipeline)
+        if outcome.stuck:
+            raise ConfigurationError(f"--rrfp-order megatron: interleaved 1F1B does not exist for {microbatches} microbatches on this"
+                                     f" placement of {placement.ranks} ranks; use --rrfp-order microbatch")
+        for rank, (need, limit) in enumerate(zip(outcome.peak, self.limits(placement, microbatches), strict=True)):
+            if need > limit:
+                raise ConfigurationError(f"--rrfp-limit {self.limit}: rank {rank} may hold {limit}, but --rrfp-order megatron needs {need};"
+                                         " use --rrfp-limit 1f1b")
+
+    # -- lists ---------------------------------------------------------------------------------------------------------
+
+    def list_for(
+        self, placement: Placement, microbatches: int, *, measured: Mapping[tuple[str, int], float] | None = None
+    ) -> list[hints.Row]:
+        """The rows that strict mode obeys, one per rank: groups of actions, a group of several being a tie.
+
+        Raises:
+            ConfigurationError: if the list is incomplete, impossible, or needs more in flight than the limit.
+        """
+        rows = self._rows(placement, microbatches, measured or {})
+        if rows is None:
+            rows = _rule_rows(replace(self, mode="ready"), placement, microbatches)
+        source = f"--rrfp-hint {self.hint}"
+        if self.order != "free":
+            check_microbatch_order(rows, source=source)
+        outcome = replay(rows, _pipeline(placement, microbatches, self.split))
+        for rank, (need, limit) in enumerate(zip(outcome.peak, self.limits(placement, microbatches), strict=True)):
+            if need > limit:
+                stage = placement.stages_of(rank)[0]
+                raise ConfigurationError(f"{source}: its list holds {need} activations at stage {stage}, but --rrfp-limit {self.limit} allows"
+                                         f" {limit}; use --rrfp-limit {need} or --rrfp-mode ready")
+            if self.max_pending_w is not None and outcome.peak_pending[rank] > self.max_pending_w:
+                raise ConfigurationError(f"{source}: its list leaves {outcome.peak_pending[rank]} weight gradients pending at stage"
+                                         f" {placement.stages_of(rank)[0]}, above the bound of {self.max_pending_w}; raise the bound")
+        return list(rows)
+
+    def _rows(self, placement: Placement, microbatches: int, measured: Mapping[tuple[str, int], float]) -> Sequence[hints.Row] | None:
+        """The rows of the hint's list; None if it is a rule without one."""
+        if self.hint in lists.LISTS or self.hint == "announced":
+            return _built_in(self, placement, microbatches)
+        if self.hint in RULES:
+            return None
+        if self.hint in _registered:
+            context = HintContext(placement, microbatches, tuple(self.limits(placement, microbatches)), self.split, measured)
+            rows = [lists.as_row(row) for row in _registered[self.hint](context)]
+        else:
+            rows = _read(self.hint, Path(self.hint).stat().st_mtime_ns)
+        check_rows(rows, _pipeline(placement, microbatches, self.split), source=f"--rrfp-hint {self.hint}")
+        return rows
+
+    # -- the scheduler -------------------------------------------------------------------------------------------------
+
+    def scheduler(
+        self,
+        placement: Placement,
+        rank: int,
+        microbatches: int,
+        *,
+        forward_only: bool = False,
+        first_trainable: int = 0,
+        durations: Mapping[str, float] | None = None,
+        measured: Mapping[tuple[str, int], float] | None = None,
+    ) -> Scheduler:
+        """A fresh scheduler for one rank and one call.
+
+        Args:
+            placement: which rank owns which stage of the chain.
+            rank: this pipeline rank.
+            microbatches: how many run in this call.
+            forward_only: evaluation: of a list only its forwards are used.
+            first_trainable: stages below it have no backward.
+            durations: start values of this rank's moving averages, seconds by kind (the last call's `Scheduler.durations`).
+            measured: for a registered hint, seconds by (kind, stage); must be equal on all ranks.
+
+        Raises:
+            ConfigurationError: if this placement or number of microbatches does not go with the policy.
+        """
+        self._check_shape(placement, microbatches)
+        dependencies = chain(placement, rank, microbatches, forward_only=forward_only, split=self.split, first_trainable=first_trainable)
+        strict = self.mode == "strict"
+        rows = self.list_for(placement, microbatches, measured=measured) if strict else self._rows(placement, microbatches, measured or {})
+        row = None if rows is None else _only(rows[rank], dependencies)
+        several = len(dependencies.stages) > 1
+        limit, admission = limit_of(self.limit, placement, rank, microbatches), "reserve"
+        if is_paper(self.limit) and not strict:
+            admission = "paper"
+        elif strict or not several or self.order == "megatron":
+            # Known to fit: a list, or the order of forwards, was checked against the limits above.
+            limit, admission = self.limits(placement, microbatches)[rank], "plain"
+        forwards = ()
+        if self.order == "megatron" and several and not strict:
+            forwards = lists.interleaved_forwards(dependencies.stages, microbatches, placement.ranks)
+        return Scheduler(
+            dependencies,
+            hints.Strict(row) if strict else self._hint(placement, rank, microbatches, row),
+            limit=limit,
+            order="free" if self.order == "free" else "microbatch",
+            max_pending_w=self.max_pending_w,
+            admission=admission,
+            forwards=forwards,
+            durations=durations,
+            digest=self._digest(placement, microbatches, rows),
+        )
+
+    def _hint(self, placement: Placement, rank: int, microbatches: int, row: hints.Row | None) -> hints.Hint:
+        target = limit_of("1f1b", placement, rank, microbatches)
+        eager = limit_of("eager", placement, rank, microbatches)
+        if self.hint == "announced":
+            skips, slack = self._patience(placement, microbatches)
+            return hints.Announced(row, skips=skips, slack=slack)
+        if row is not None:
+            return hints.Ranked(row)
+        return {
+            "bf": lambda: hints.Rounds("BF"),
+            "bfw": lambda: hints.Rounds("BF"),
+            "fb": lambda: hints.Rounds("FB"),
+            "b-first": lambda: hints.Prefer("BF"),
+            "f-first": lambda: hints.Prefer("FB"),
+            "alt": hints.Alternate,
+            "fill": lambda: hints.Fill(target),
+            "fill-alt": lambda: hints.Fill(eager, alternate=True),
+            "fill-r": lambda: hints.FillRelease(eager),
+        }[self.hint]()
+
+    def _patience(self, placement: Placement, microbatches: int) -> tuple[int | None, float]:
+        """(K, slack) of `announced`: how many missing entries may be skipped, and how long announced work is waited for.
+
+        K is bounded only where the list fits the limit by construction: a bound and a list that memory cuts short could deadlock.
+        """
+        if self.split or placement.stages > placement.ranks:
+            return None, 3.0
+        return (2, 2.0) if _reaches("eager", self, placement, microbatches) and placement.ranks > 1 else (1, 3.0)
+
+    def _digest(self, placement: Placement, microbatches: int, rows: Sequence[hints.Row] | None) -> str:
+        """Equal on two ranks exactly if they follow the same policy and lists: to be compared across ranks."""
+        text = repr((self, placement.owners, microbatches))
+        if rows is not None:
+            text += "\n".join(",".join(map(lists.token, row)) for row in rows)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _one_of(flag: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ConfigurationError(f"{flag} {value}: must be one of {', '.join(allowed)}")
+
+
+def _only(row: hints.Row, dependencies: Dependencies) -> hints.Row:
+    """A row without what this call does not run: backwards when forward only, or below the first trainable stage."""
+    kept = (tuple(action for action in group if action in dependencies.tasks) for group in row)
+    return tuple(group for group in kept if group)
+
+
+def _reaches(shape: str, policy: Policy, placement: Placement, microbatches: int) -> bool:
+    """Whether the policy's limit is at least `shape` on every rank."""
+    return all(limit_of(policy.limit, placement, rank, microbatches) >= limit_of(shape, placement, rank, microbatches)
+               for rank in range(placement.ranks))
+
+
+@lru_cache(maxsize=8)
+def _pipeline(placement: Placement, microbatches: int, split: bool) -> list[Dependencies]:
+    return [chain(placement, rank, microbatches, split=split) for rank in range(placement.ranks)]
+
+
+@lru_cache(maxsize=8)
+def _read(path: str, _modified: int) -> list[hints.Row]:
+    return lists.read(path)
+
+
+@lru_cache(maxsize=8)
+def _rule_rows(policy: Policy, placement: Placement, microbatches: int) -> list[hints.Row]:
+    """What a rule does at unit durations, with messages that take no time."""
+    schedulers = [policy.scheduler(placement, rank, microbatches) for rank in range(placement.ranks)]
+    return [lists.as_row(row) for row in drive(schedulers, lambda action: UNIT_DURATIONS[action.kind]).rows]
+
+
+@lru_cache(maxsize=8)
+def _built_in(policy: Policy, placement: Placement, microbatches: int) -> list[hints.Row]:
+    """The rows of a built-in list, or of the list that `announced` waits over."""
+    name = policy.hint
+    limits = [limit_of(policy.limit, placement, rank, microbatches) for rank in range(placement.ranks)]
+    one_chunk = placement.stages == placement.ranks
+    if name == "announced":
+        name = "1f1b"
+        if policy.split and one_chunk:
+            name = "zb-h2" if _reaches("2p-1", policy, placement, microbatches) else "zb-h1"
+        # More than eager 1F1B's memory makes no better list.
+        limits = [min(limit, limit_of("eager", placement, rank, microbatches)) for rank, limit in enumerate(limits)]
+    rows = lists.generate(name, placement, microbatches, limits, split=policy.split)
+    if one_chunk:
+        return rows
+    pipeline = _pipeline(placement, microbatches, policy.split)
+    if not replay(rows, pipeline).stuck:
+        return rows
+    # Interleaved 1F1B as Megatron writes it needs its placement and its multiples of P. Elsewhere its positions only rank.
+    ranked = [Scheduler(d, hints.Ranked(row), limit=max(limits[r], len(d.stages))) for r, (d, row) in enumerate(zip(pipeline, rows, strict=True))]
+    return [lists.as_row(row) for row in drive(ranked, lambda action: UNIT_DURATIONS[action.kind]).rows]
