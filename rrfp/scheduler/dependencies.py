@@ -1,0 +1,98 @@
+"""What each action of a rank waits for, and what it hands on: the whole shape of a pipeline, as data.
+
+The scheduler reads nothing else. `chain` builds it for a chain of stages; a program, or a test, may build any other graph.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rrfp.action import Action, Edge
+from rrfp.placement import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One action and everything that the scheduler knows about it."""
+
+    action: Action
+    after: tuple[Action, ...] = ()
+    """Actions of the same rank that must have completed."""
+    arrivals: tuple[Edge, ...] = ()
+    """Edges on which the message for `action.microbatch` must have arrived."""
+    sends: tuple[Edge, ...] = ()
+    """Edges that carry the result."""
+    in_flight: int = 0
+    """+1: takes an activation slot of its rank at launch. -1: gives it back at completion."""
+    backlog: int = 0
+    """+1: leaves a weight gradient pending at completion. -1: takes one off at launch."""
+
+
+@dataclass(frozen=True)
+class Dependencies:
+    """The tasks of one rank.
+
+    Args:
+        rank: the pipeline rank.
+        stages: its stages in chunk order, which is also the order in which they share the limit.
+        tasks: every action that the rank runs in one call.
+    """
+
+    rank: int
+    stages: tuple[int, ...]
+    tasks: Mapping[Action, Task]
+
+
+def chain(
+    placement: Placement,
+    rank: int,
+    microbatches: int,
+    *,
+    forward_only: bool = False,
+    split: bool = False,
+    first_trainable: int = 0,
+) -> Dependencies:
+    """The tasks of `rank` when stages form a chain: activations go up it, gradients come back down.
+
+    Args:
+        microbatches: how many run in the call, 0..M-1.
+        forward_only: no backward at all, so no activation is held.
+        split: the backward runs as I (input gradient, sends) and W (weight gradient, gives the slot back).
+        first_trainable: stages below it have no backward and hold no activation; no gradient is sent to them.
+    """
+    last = placement.stages - 1
+    backward = "I" if split else "B"
+    tasks: dict[Action, Task] = {}
+
+    def link(source: int, destination: int) -> tuple[Edge, ...]:
+        # A neighbour on the same rank is a local hand-off: a predecessor, not a message.
+        return () if placement.rank_of(source) == placement.rank_of(destination) else (Edge(source, destination),)
+
+    def local(kind: str, neighbour: int, stage: int, microbatch: int) -> tuple[Action, ...]:
+        return (Action(kind, neighbour, microbatch),) if placement.rank_of(neighbour) == placement.rank_of(stage) else ()
+
+    for s in placement.stages_of(rank):
+        trains = not forward_only and s >= first_trainable
+        for m in range(microbatches):
+            forward = Action("F", s, m)
+            tasks[forward] = Task(
+                forward,
+                after=local("F", s - 1, s, m) if s > 0 else (),
+                arrivals=link(s - 1, s) if s > 0 else (),
+                sends=link(s, s + 1) if s < last else (),
+                in_flight=1 if trains else 0,
+            )
+            if not trains:
+                continue
+            gradient = Action(backward, s, m)
+            tasks[gradient] = Task(
+                gradient,
+                after=(forward, *(local(backward, s + 1, s, m) if s < last else ())),
+                arrivals=link(s + 1, s) if s < last else (),
+                sends=link(s, s - 1) if s > first_trainable else (),
+                in_flight=0 if split else -1,
+                backlog=1 if split else 0,
+            )
+            if split:
+                weight = Action("W", s, m)
+                tasks[weight] = Task(weight, after=(gradient,), in_flight=-1, backlog=-1)
+    return Dependencies(rank, placement.stages_of(rank), tasks)

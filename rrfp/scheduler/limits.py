@@ -1,0 +1,45 @@
+"""How many activations a rank may hold: the shapes that --rrfp-limit names."""
+
+from rrfp.errors import ConfigurationError
+from rrfp.placement import Placement
+
+SHAPES = ("1f1b", "eager", "2p-1", "2p")
+
+
+def check_limit(text: str) -> None:
+    """Raises ConfigurationError unless `text` is a shape, a number, or paper:<number>."""
+    number = text.removeprefix("paper:")
+    if text in SHAPES or (number.isdecimal() and int(number) >= 1):
+        return
+    raise ConfigurationError(f"--rrfp-limit {text}: must be one of {', '.join(SHAPES)}, a number of at least 1, or paper:<number>")
+
+
+def is_paper(text: str) -> bool:
+    """Whether the limit is the paper's backpressure (Appendix C)."""
+    return text.startswith("paper:")
+
+
+def interleaved_warm_up(ranks: int, rank: int, chunks: int) -> int:
+    """Forwards that Megatron's schedule runs before its first backward (`get_pp_rank_microbatches`), not capped by M."""
+    if chunks == 1:
+        return ranks - rank - 1
+    return 2 * (ranks - rank - 1) + (chunks - 1) * ranks
+
+
+def limit_of(text: str, placement: Placement, rank: int, microbatches: int) -> int:
+    """The number of activations that `rank` may hold, all its chunks together, capped by what it can ever hold.
+
+    With several chunks `eager` equals `1f1b`: Megatron's interleaved warm-up already is eager.
+    """
+    ranks, chunks = placement.ranks, len(placement.stages_of(rank))
+    if text == "1f1b":
+        limit = interleaved_warm_up(ranks, rank, chunks) + 1
+    elif text == "eager":
+        limit = 2 * (ranks - rank) - 1 + (chunks - 1) * ranks
+    elif text == "2p-1":
+        limit = 2 * ranks - 1
+    elif text == "2p":
+        limit = 2 * ranks
+    else:
+        limit = int(text.removeprefix("paper:"))
+    return min(limit, microbatches * chunks)

@@ -1,0 +1,120 @@
+"""Refuses lists that cannot be run, before anything runs."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rrfp.action import Action, Edge
+from rrfp.errors import ConfigurationError
+from rrfp.scheduler.dependencies import Dependencies, Task
+from rrfp.scheduler.hints import Row
+from rrfp.scheduler.lists import actions_of
+
+
+def check_rows(rows: Sequence[Row], pipeline: Sequence[Dependencies], *, source: str) -> None:
+    """Every expected action exactly once, on its own rank, after what it needs there, and no deadlock across ranks.
+
+    Args:
+        rows: one row per rank.
+        pipeline: the dependencies of every rank.
+        source: what to call the list in a refusal, for example `--rrfp-hint zb.csv`.
+
+    Raises:
+        ConfigurationError: naming rank, position and token.
+    """
+    if len(rows) != len(pipeline):
+        raise ConfigurationError(f"{source}: has {len(rows)} rows for {len(pipeline)} ranks; write one row per rank")
+    homes = {action: dependencies.rank for dependencies in pipeline for action in dependencies.tasks}
+    for dependencies, row in zip(pipeline, rows, strict=True):
+        _check_row(dependencies, row, homes, source)
+    stuck = replay(rows, pipeline).stuck
+    if stuck:
+        where = ", ".join(f"rank {rank} at position {position} ({action})" for rank, position, action in stuck)
+        raise ConfigurationError(f"{source}: deadlocks: {where} wait for each other; reorder these rows")
+
+
+def _check_row(dependencies: Dependencies, row: Row, homes: Mapping[Action, int], source: str) -> None:
+    rank, seen = dependencies.rank, {}
+    for position, action in enumerate(actions_of(row)):
+        where = f"{source}: rank {rank}, position {position}: {action}"
+        if action in seen:
+            raise ConfigurationError(f"{where} stands at position {seen[action]} already; each action is listed once")
+        if action not in dependencies.tasks:
+            home = homes.get(action)
+            why = "is no action of this call (stage, microbatch and kind must exist)" if home is None else f"belongs to rank {home}"
+            raise ConfigurationError(f"{where} {why}; remove it")
+        for before in dependencies.tasks[action].after:
+            # A tie counts as order: what it needs must stand earlier, or in the same group, but before it.
+            if before not in seen:
+                raise ConfigurationError(f"{where} stands before {before}, which it needs; list {before} first")
+        seen[action] = position
+    missing = [action for action in dependencies.tasks if action not in seen]
+    if missing:
+        raise ConfigurationError(f"{source}: rank {rank}, position {len(seen)}: the row ends without {missing[0]}"
+                                 f" ({len(missing)} missing); list every action of the call")
+
+
+def check_microbatch_order(rows: Sequence[Row], *, source: str) -> None:
+    """A strict list must keep microbatch order within a (stage, kind), unless the order is free."""
+    for rank, row in enumerate(rows):
+        newest: dict[tuple[int, str], Action] = {}
+        for position, action in enumerate(actions_of(row)):
+            last = newest.get((action.stage, action.kind))
+            if last is not None and last.microbatch > action.microbatch:
+                raise ConfigurationError(f"{source}: rank {rank}, position {position}: {action} after {last} leaves microbatch order;"
+                                         " use --rrfp-order free, or --rrfp-mode ready")
+            newest[action.stage, action.kind] = action
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a list does when it is obeyed."""
+
+    stuck: list[tuple[int, int, Action]]
+    """(rank, position, action) at which each unfinished rank waits for ever."""
+    peak: list[int]
+    """Most activations in flight per rank."""
+    peak_pending: list[int]
+    """Most pending weight gradients per rank."""
+
+
+def replay(rows: Sequence[Row], pipeline: Sequence[Dependencies]) -> Replay:
+    """Obey the rows with no notion of time: what a rank holds at most depends on its own row alone."""
+    done: set[Action] = set()
+    arrived: set[tuple[Edge, int | None]] = set()
+    left = [[list(group) for group in reversed(row)] for row in rows]
+    peaks, pendings = [], []
+    for dependencies, row in zip(pipeline, rows, strict=True):
+        level = peak = pending = peak_pending = 0
+        for action in actions_of(row):
+            task = dependencies.tasks[action]
+            level += task.in_flight
+            pending += task.backlog
+            peak, peak_pending = max(peak, level), max(peak_pending, pending)
+        peaks.append(peak)
+        pendings.append(peak_pending)
+
+    def runnable(task: Task) -> bool:
+        return all(a in done for a in task.after) and all((e, task.action.microbatch) in arrived for e in task.arrivals)
+
+    def advance(rank: int) -> Iterator[Task]:
+        while left[rank]:
+            group = left[rank][-1]
+            ready = next((a for a in group if runnable(pipeline[rank].tasks[a])), None)
+            if ready is None:
+                return
+            group.remove(ready)
+            if not group:
+                left[rank].pop()
+            done.add(ready)
+            yield pipeline[rank].tasks[ready]
+
+    receiver = {edge: index for index, d in enumerate(pipeline) for task in d.tasks.values() for edge in task.arrivals}
+    wake = list(range(len(rows)))
+    while wake:
+        for task in advance(wake.pop()):
+            for edge in task.sends:
+                arrived.add((edge, task.action.microbatch))
+                if edge in receiver:
+                    wake.append(receiver[edge])
+    stuck = [(pipeline[r].rank, len(actions_of(rows[r])) - sum(map(len, groups)), groups[-1][0]) for r, groups in enumerate(left) if groups]
+    return Replay(stuck, peaks, pendings)
