@@ -213,14 +213,15 @@ _TITLES = {"F": "wait F", "B": "wait B", "W": "wait W", "announced": "announced"
 
 
 def table(summary: Summary) -> str:
-    """Plain text: a row per rank, then the mean; shares of the call's time in percent, each row summing to 100.0."""
+    """Plain text: a row per rank, the mean, and the worst rank again; shares of the call's time in percent, each row summing to 100.0."""
     columns = list(dict.fromkeys(part for each in summary.ranks.values() for part in each.parts() if part != "runtime")) + ["runtime"]
     kinds = sorted({kind for each in summary.ranks.values() for kind in each.counts})
     emulated = summary.mean.emulated > 0
     head = ["rank", "s/call", "compute"] + ["emulated"] * emulated
     head += [_TITLES.get(part, part) for part in columns[1:]] + ["peak in flight"] + kinds
     rows = [head]
-    for name, each in [(str(rank), each) for rank, each in summary.ranks.items()] + [("mean", summary.mean)]:
+    named = [(str(rank), each) for rank, each in summary.ranks.items()]
+    for name, each in named + [("mean", summary.mean), (f"worst: {summary.worst.rank}", summary.worst)]:
         several = len(summary.ranks) if name == "mean" else 1
         # The padding is a part of compute, so it takes no part in the sum.
         shares = tenths(dict.fromkeys(columns, 0) | each.parts())

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rrfp.errors import ConfigurationError
-from rrfp.trace.breakdown import Breakdown, break_down
+from rrfp.trace.breakdown import Breakdown, break_down, combine
 from rrfp.trace.files import Call, Timeline
 
 _COLOURS = {"F": "#3f7fc1", "B": "#3b9c5f", "I": "#63bfa0", "W": "#8a63b8"}
@@ -97,6 +97,9 @@ def _panel(axes, timeline: Timeline, calls: dict[int, Call], span: float, scale:
     zero = min(call.begin for call in calls.values())
     # One collection per colour and row: thousands of actions stay quick to draw.
     boxes: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
+    widths = sorted((ran.end - ran.start) * scale * pixels for call in calls.values() for ran in call.actions)
+    # Two tones in a bar a few pixels wide are noise; the title still says how much was emulated.
+    two_tones = bool(widths) and widths[len(widths) // 2] >= 9
     kinds, emulated = set(), False
     notes = []
     for rank, call in calls.items():
@@ -109,7 +112,7 @@ def _panel(axes, timeline: Timeline, calls: dict[int, Call], span: float, scale:
         for ran in call.actions:
             kind, at = ran.action.kind, place[ran.action.stage]
             start, width = (ran.start - zero) * scale, (ran.end - ran.start) * scale
-            pad = min(width, ran.padded * scale)
+            pad = min(width, ran.padded * scale) if two_tones else 0.0
             kinds.add(kind)
             if width > pad:
                 boxes[at, _COLOURS.get(kind, _OTHER)].append((start, width - pad))
@@ -158,12 +161,16 @@ def _margin(timeline: Timeline, calls: dict[int, Call], span: float) -> dict[int
 
 
 def _title(axes, title, number, timeline, calls, span, first, scale, unit) -> None:
-    busy = sum(_split(rank, call).compute for rank, call in calls.items()) / 1e7 / (span * len(calls))
+    whole = combine(_split(rank, call) for rank, call in calls.items())
+    percent = 1e-7 / (span * len(calls))
     text = f"{span * scale:,.{0 if span * scale >= 100 else 2}f} {unit}"
     if first is not None:
         change = 100 * (span / first - 1)
         text += f" ({change:+.1f}%)".replace("-", "\N{MINUS SIGN}")
-    text += f"   {busy:.0f}% busy   call {number}"
+    text += f"   {whole.compute * percent:.0f}% busy"
+    if whole.emulated:
+        text += f" ({whole.emulated * percent:.0f}% emulated)"
+    text += f"   call {number}"
     if timeline.missing:
         text += f"   missing: rank {', '.join(map(str, timeline.missing))}"
     bold = axes.annotate(title, (0, 1), xycoords="axes fraction", xytext=(0, 5), textcoords="offset points",
