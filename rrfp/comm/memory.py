@@ -1,0 +1,138 @@
+"""Payload memory shared by two processes of one host.
+
+The receiver owns every buffer: an anonymous memory file (`memfd_create`), so nothing is ever left behind in a file system and no
+size limit of /dev/shm applies. A credit names it by process id, descriptor and a random nonce that stands at its start. The
+sender opens `/proc/<pid>/fd/<fd>`, checks the nonce (which proves that both see the same host), and writes. Buffers are sealed
+against resizing, so that nobody can shrink one under its reader.
+"""
+
+import fcntl
+import mmap
+import os
+import secrets
+from typing import NamedTuple
+
+import numpy as np
+
+from rrfp.comm.message import ALIGNMENT
+
+NONCE_BYTES = 16
+
+
+class Grant(NamedTuple):
+    """A credit as the sender sees it. `size` is 0 for one without memory."""
+
+    slot: int
+    size: int = 0
+    fd: int = -1
+    nonce: bytes = bytes(NONCE_BYTES)
+
+
+def round_up(nbytes: int) -> int:
+    """Up to an eighth more, so that slowly growing messages do not ask for a new buffer each time. Untouched pages cost nothing."""
+    step = 1 << max(12, nbytes.bit_length() - 4)
+    return -(-nbytes // step) * step
+
+
+class Buffer:
+    """One slot of an incoming edge. `size` bytes follow the nonce; a slot of size 0 has no memory at all."""
+
+    __slots__ = ("slot", "size", "fd", "nonce", "_view")
+
+    def __init__(self, slot: int, size: int):
+        self.slot, self.size, self.fd, self._view = slot, size, -1, None
+        self.nonce = secrets.token_bytes(NONCE_BYTES)
+        if size:
+            self.fd = os.memfd_create("rrfp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self.fd, ALIGNMENT + size)
+            os.pwrite(self.fd, self.nonce, 0)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+
+    def grant(self) -> Grant:
+        return Grant(self.slot, self.size, self.fd, self.nonce)
+
+    def view(self, start: int, nbytes: int) -> np.ndarray:
+        if self._view is None:
+            self._view = np.frombuffer(mmap.mmap(self.fd, ALIGNMENT + self.size), np.uint8)[ALIGNMENT:]
+        return self._view[start : start + nbytes]
+
+    def close(self) -> None:
+        """Lets go of the memory; views that are still held keep it alive."""
+        self._view = None
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class Pool:
+    """The buffers of one incoming edge: taken for a credit, given back on release, reused. Not thread-safe: its owner locks."""
+
+    def __init__(self, size: int, *, memory: bool):
+        self._size, self._memory = size, memory
+        self._free: list[Buffer] = []
+        self._all: dict[int, Buffer] = {}
+        self._next = 1
+
+    @property
+    def count(self) -> int:
+        return len(self._all)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.size for buffer in self._all.values())
+
+    def take(self, nbytes: int = 0) -> Buffer:
+        """A free buffer of the usual size, which never shrinks; smaller ones are dropped on the way."""
+        self._size = max(self._size, round_up(nbytes))
+        while self._free:
+            buffer = self._free.pop()  # last in, first out: its pages are warm
+            if buffer.size >= self._size or not self._memory:
+                return buffer
+            self.drop(buffer)
+        buffer = Buffer(self._next, self._size if self._memory else 0)
+        self._all[buffer.slot] = buffer
+        self._next += 1
+        return buffer
+
+    def give(self, buffer: Buffer) -> None:
+        if buffer.slot in self._all:  # not after close
+            self._free.append(buffer)
+
+    def drop(self, buffer: Buffer) -> None:
+        self._all.pop(buffer.slot, None)
+        buffer.close()
+
+    def close(self) -> None:
+        self._free.clear()
+        for buffer in list(self._all.values()):
+            self.drop(buffer)
+
+
+class Mappings:
+    """The sender's view of a peer's buffers, by slot."""
+
+    def __init__(self, pid: int):
+        self._pid = pid
+        self._views: dict[int, np.ndarray] = {}
+
+    def write(self, grant: Grant, starts: list[int], arrays: list[np.ndarray]) -> None:
+        """Copy arrays to their places. Raises OSError if this process cannot reach the peer's buffer."""
+        view = self._views.get(grant.slot)
+        if view is None:
+            view = self._views[grant.slot] = self._open(grant)
+        for start, array in zip(starts, arrays, strict=True):
+            np.copyto(view[start : start + len(array)], array)  # gives up the interpreter lock
+
+    def _open(self, grant: Grant) -> np.ndarray:
+        for slot in [slot for slot, view in self._views.items() if len(view) < grant.size]:
+            del self._views[slot]  # the receiver grows its buffers together; one still in use is mapped again
+        fd = os.open(f"/proc/{self._pid}/fd/{grant.fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.pread(fd, NONCE_BYTES, 0) != grant.nonce:
+                raise OSError(f"/proc/{self._pid}/fd/{grant.fd} is not the granted buffer: its nonce differs")
+            return np.frombuffer(mmap.mmap(fd, ALIGNMENT + grant.size), np.uint8)[ALIGNMENT:]
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        self._views.clear()
