@@ -72,7 +72,7 @@ def _install(options: Options, *, cpu: bool = False) -> None:
     elif options.instruments:
         from rrfp.megatron.baseline import watch
 
-        _undo.append(watch(options, originals=originals)[1])
+        _undo.append(watch(options, originals=originals))
     _installed = options
 
 

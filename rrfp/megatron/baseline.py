@@ -4,6 +4,7 @@ Its schedule function runs untouched. Around it, its forward and backward steps 
 communicator's calls, which is where it waits. Only installed when a trace, an emulation or an injection was asked for.
 """
 
+import atexit
 import functools
 import itertools
 import time
@@ -54,7 +55,7 @@ class Baseline:
             self._call += 1
             self._next = {key: itertools.count() for key in ("F", "B", "sent F", "sent B", "received F", "received B")}
             self._in_flight = 0
-            if isinstance(self._padding, Emulation):
+            if self._padding is not None:
                 self._padding.begin(self._call, microbatches)
             self._in_call = True
             self._recorder.begin_call(self._call, microbatches=microbatches, forward_only=kwargs.get("forward_only", False), now=time.monotonic())
@@ -160,8 +161,8 @@ class Baseline:
         self._recorder.arrival(edge, microbatch, time.monotonic())
 
 
-def watch(options: Options, *, originals: dict[str, Callable]) -> tuple[Baseline, Callable[[], None]]:
-    """Put a `Baseline` around Megatron's schedule. Returns it, and a function that takes it away again."""
+def watch(options: Options, *, originals: dict[str, Callable]) -> Callable[[], None]:
+    """Put a `Baseline` around Megatron's schedule. Returns a function that takes it away again."""
     baseline = Baseline(options, original=originals["forward_backward_pipelining_without_interleaving"])
     undo = []
 
@@ -175,9 +176,12 @@ def watch(options: Options, *, originals: dict[str, Callable]) -> tuple[Baseline
     for name, (sends, receives) in _METHODS.items():
         replace(P2PCommunicator, name, baseline.communicate(getattr(P2PCommunicator, name), sends, receives))
 
+    atexit.register(baseline.close)
+
     def remove() -> None:
         baseline.close()
+        atexit.unregister(baseline.close)
         for step in reversed(undo):
             step()
 
-    return baseline, remove
+    return remove

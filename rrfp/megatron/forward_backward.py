@@ -13,11 +13,12 @@ from megatron.core.utils import get_model_config
 from rrfp.errors import ConfigurationError
 from rrfp.megatron.compatibility import check_call, delegation
 from rrfp.megatron.executor import MegatronExecutor, StepContext
+from rrfp.megatron.measured import check_equal, gather_durations
 from rrfp.megatron.microbatches import MicrobatchIterator
 from rrfp.megatron.options import Options
-from rrfp.megatron.padding import Emulation
 from rrfp.megatron.rerun import in_rerun, number_results
 from rrfp.megatron.runtime import Runtime, runtime_for
+from rrfp.policy import Policy
 
 
 def make_forward_backward(options: Options, *, original: Callable) -> Callable:
@@ -84,7 +85,7 @@ def make_forward_backward(options: Options, *, original: Callable) -> Callable:
             call=runtime.engine.call + 1,
             total_num_tokens=torch.zeros([], dtype=torch.int, device="cuda"),
         )
-        _run(runtime, context)
+        _run(runtime, options, context, pp_group)
 
         if finalize:
             schedules.finish_embedding_wgrad_compute(config, embedding, last_stage, groups.tp)
@@ -101,14 +102,18 @@ def make_forward_backward(options: Options, *, original: Callable) -> Callable:
     return forward_backward_pipelining_without_interleaving
 
 
-def _run(runtime: Runtime, context: StepContext) -> None:
+def _run(runtime: Runtime, options: Options, context: StepContext, pp_group) -> None:
     """One call of the engine."""
-    options, padding = runtime.options, runtime.padding
+    padding = runtime.padding
     free = options.policy.order == "free"
     policy = dataclasses.replace(options.policy, order="microbatch") if free and in_rerun() else options.policy
     scheduler = policy.scheduler(
-        runtime.placement, runtime.rank, context.num_microbatches, forward_only=context.forward_only, durations=runtime.durations)
-    if isinstance(padding, Emulation):
+        runtime.placement, runtime.rank, context.num_microbatches, forward_only=context.forward_only, durations=runtime.durations,
+        measured=gather_durations(runtime.durations, pp_group) if policy.adapts else None)
+    if policy.adapts:
+        check_equal(scheduler.digest, pp_group, hint=policy.hint)
+    _say_limits(runtime, policy, context.num_microbatches)
+    if padding is not None:
         padding.begin(context.call, context.num_microbatches)
     executor = MegatronExecutor(context, release=runtime.transport.release, padding=padding,
                                 before_forward=number_results if free and context.is_last_stage else None)
@@ -120,7 +125,16 @@ def _run(runtime: Runtime, context: StepContext) -> None:
         executor.abandon()
         raise
     executor.finish()
-    runtime.durations = {kind: scheduler.duration_of(kind) for kind in ("F", "B")}
+    runtime.durations = dict(scheduler.durations)
+
+
+def _say_limits(runtime: Runtime, policy: Policy, microbatches: int) -> None:
+    """Once per number of microbatches: the most activations that each stage can hold, beside Megatron's own schedule."""
+    if runtime.rank == 0:
+        own, theirs = (" ".join(map(str, p.limits(runtime.placement, microbatches))) for p in (policy, Policy(limit="1f1b")))
+        _say_once(
+            f"[rrfp] hint {policy.hint}, mode {policy.mode}, limit {policy.limit}, order {policy.order}; most activations in flight per stage "
+            f"with {microbatches} microbatches: {own} (Megatron's 1F1B: {theirs})")
 
 
 def refuse_interleaving(*args, **kwargs):

@@ -17,11 +17,17 @@ from rrfp.simulate.scenarios import SCENARIOS, draw
 class Padding(Protocol):
     """Called around every action, on its thread."""
 
+    def begin(self, call: int, microbatches: int) -> None:
+        """A call starts."""
+
     def start(self) -> None:
         """An action starts."""
 
     def finish(self, call: int, action: Action) -> float:
         """It has done its work: sleep what is missing. Returns the seconds slept."""
+
+    def summary(self) -> str:
+        """One line for the end of a run."""
 
 
 class Emulation:

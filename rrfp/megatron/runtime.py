@@ -118,6 +118,7 @@ def make_recorder(options: Options, *, rank: int, placement: Placement) -> Recor
 
 
 _runtimes: dict[tuple[int, ...], Runtime] = {}
+_openings: dict[tuple[int, ...], int] = {}
 
 
 def runtime_for(options: Options, pp_group: "torch.distributed.ProcessGroup") -> Runtime:
@@ -125,8 +126,9 @@ def runtime_for(options: Options, pp_group: "torch.distributed.ProcessGroup") ->
     ranks = torch.distributed.get_process_group_ranks(pp_group)
     key = tuple(ranks)
     if key not in _runtimes:
-        name = "-".join(map(str, ranks))
-        store = torch.distributed.PrefixStore(f"rrfp/{name}", torch.distributed.distributed_c10d._get_default_store())
+        # Every opening has keys of its own: what an earlier one left in the store must not be taken for this one's.
+        _openings[key] = _openings.get(key, 0) + 1
+        store = torch.distributed.PrefixStore(f"rrfp/{'-'.join(map(str, ranks))}/{_openings[key]}", torch.distributed.distributed_c10d._get_default_store())
         _runtimes[key] = Runtime(options, global_ranks=ranks, rank=pp_group.rank(), store=store)
     return _runtimes[key]
 
