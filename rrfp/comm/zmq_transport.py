@@ -62,6 +62,8 @@ class _Peer:
     """From its BYE: how many messages it sent us. It has departed once they are all here."""
     departed: bool = False
     lost: bool = False
+    answered: bool = False
+    """It said goodbye first, and we told it that we saw that: it expects nothing more, not even our own BYE."""
     released: bool = False
     """It has seen our BYE."""
 
@@ -328,7 +330,7 @@ class ZmqTransport:
         """Say goodbye, and wait until everybody has seen it and everything that left before it."""
         self._sender.stop(until=until)
         for peer in self._peers.values():
-            if peer.departed or peer.lost:
+            if peer.answered or peer.lost:
                 continue
             sent = {str(edge): outlet.sent for edge, outlet in self._outlets.items() if outlet.peer == peer.rank}
             self._tell(peer.rank, Header(Kind.BYE), json.dumps(sent).encode())
@@ -521,6 +523,7 @@ class ZmqTransport:
             self._changed.notify_all()
             self._post(Departure(peer.rank))
             if not self._closed:  # else our own BYE, which is on its way, tells as much
+                peer.answered = True
                 self._tell(peer.rank, Header(Kind.BYE_SEEN))
 
     def _on_death(self, peer: _Peer) -> None:
