@@ -126,7 +126,7 @@ def own_address(interface: str | None) -> str:
 
 
 def check_match(rank: int, mine: dict, peer: int, theirs: dict, owner: Callable[[int], int]) -> None:
-    """Both ends must list the same edges between them, and the same number of lanes. Raises ConfigurationError."""
+    """Both ends must list the same edges between them, and the same lanes and limit. Raises ConfigurationError."""
 
     def between(edges, a, b):
         return sorted(tuple(edge) for edge in edges if owner(edge[0]) == a and owner(edge[1]) == b)
@@ -135,6 +135,7 @@ def check_match(rank: int, mine: dict, peer: int, theirs: dict, owner: Callable[
         ("edges", between(mine["out"], rank, peer), between(theirs["in"], rank, peer)),
         ("edges", between(mine["in"], peer, rank), between(theirs["out"], peer, rank)),
         ("lanes", mine["lanes"], theirs["lanes"]),
+        ("max_message_bytes", mine["max_message_bytes"], theirs["max_message_bytes"]),
     ]:
         if here != there:
             raise ConfigurationError(f"rank {rank} and rank {peer} disagree on {name}: {here} here, {there} there")

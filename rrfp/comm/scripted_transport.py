@@ -16,6 +16,7 @@ from rrfp.action import Edge
 from rrfp.comm.clock import VirtualClock
 from rrfp.comm.message import check_payload
 from rrfp.comm.transport import Announcement, Arrival, Departure, Event, Failure, Payload
+from rrfp.comm.window import CallWindow
 from rrfp.errors import ConfigurationError, PipelineError
 
 _POISON = 0xFF  # not a number in every floating-point format
@@ -149,8 +150,7 @@ class ScriptedTransport:
     def __init__(self, network: ScriptedNetwork, rank: int):
         self._network, self._rank = network, rank
         self._post: Callable[[Event], None] | None = None
-        self._call: int | None = None
-        self._early: list[Arrival | Announcement] = []
+        self._window = CallWindow()
         self._failure: Failure | None = None
         self._seen: dict[int, float] = {}
         self.departed: set[int] = set()
@@ -161,31 +161,26 @@ class ScriptedTransport:
         self._post = post
 
     def begin(self, call: int) -> None:
-        if self._call is not None and call <= self._call:
-            raise PipelineError(f"call {call} begins after call {self._call}: call numbers only grow")
-        self._call = call
-        early, self._early = self._early, []
-        for event in early:
-            self._deliver(event)
+        if (stray := self._window.begin(call, self._post)) is not None:
+            self.fail(Failure(self._rank, str(stray[0].edge), stray[1]))
 
     def send(self, edge: Edge, microbatch: int, payload: Payload) -> None:
         check_payload(payload)
-        if self._call is None:
+        if self._window.call is None:
             raise PipelineError("send before the first begin(call)")
         if self.dead or self.closed:
             return
         link = self._network.links[edge]
         lane = microbatch % self._network.lanes
         link.queued[lane] += 1
-        link.waiting.append(_Message(self._call, microbatch, lane, link.queued[lane], payload))
+        link.waiting.append(_Message(self._window.call, microbatch, lane, link.queued[lane], payload))
         self._network.pump(link)
 
     def announce(self, edge: Edge, microbatch: int, duration: float) -> None:
-        call = self._call
+        call = self._window.call
 
         def deliver(receiver: ScriptedTransport) -> None:
-            if receiver._call is None or call >= receiver._call:
-                receiver._deliver(Announcement(call, edge, microbatch, self._network.clock.now(), duration))
+            receiver.hear(Announcement(call, edge, microbatch, self._network.clock.now(), duration))
 
         self._network.tell(self._rank, self._network.owner[edge.destination], deliver)
 
@@ -196,12 +191,11 @@ class ScriptedTransport:
         if self._failure is not None or self.closed:
             return
         expected = link.received[message.lane] + 1
-        wrong = None
         if message.sequence != expected:
             what = "lost" if message.sequence > expected else "duplicated"
             wrong = f"message {message.sequence} of lane {message.lane} after {expected - 1}: a message was {what}"
-        elif self._call is not None and message.call not in (self._call, self._call + 1):
-            wrong = f"a message of call {message.call} during call {self._call}"
+        else:
+            wrong = self._window.wrong(message.call)
         if wrong is not None:
             self.fail(Failure(self._rank, str(link.edge), f"from rank {self._network.owner[link.edge.source]}: {wrong}"))
             return
@@ -210,13 +204,10 @@ class ScriptedTransport:
         payload = tuple(
             part if part.data is None else part._replace(data=_copy(link, part.data, buffers)) for part in message.payload
         )
-        self._deliver(Arrival(message.call, link.edge, message.lane, message.microbatch, payload, now, _Lease(buffers)))
+        self.hear(Arrival(message.call, link.edge, message.lane, message.microbatch, payload, now, _Lease(buffers)))
 
-    def _deliver(self, event: Arrival | Announcement) -> None:
-        if self._call is None or event.call > self._call:
-            self._early.append(event)
-        else:
-            self._post(event)
+    def hear(self, event: Arrival | Announcement) -> None:
+        self._window.deliver(event, self._post)
 
     def consumed(self, arrival: Arrival) -> None:
         lease, link = arrival.slot, self._network.links[arrival.edge]
@@ -302,7 +293,7 @@ class ScriptedTransport:
                     "direction": "in", "peer": self._network.owner[edge.source], "credits": self._network.credits - link.outstanding,
                     "received": sum(link.received), "waiting": link.outstanding,
                 }  # fmt: skip
-        return {"call": self._call, "edges": edges, "peers": {rank: now - seen for rank, seen in self._seen.items()}}
+        return {"call": self._window.call, "edges": edges, "peers": {rank: now - seen for rank, seen in self._seen.items()}}
 
 
 def _copy(link: _Link, data: np.ndarray, buffers: list[np.ndarray]) -> np.ndarray:

@@ -3,7 +3,8 @@
 Threads. The caller's thread opens, closes, and queues; it sends control messages itself, under `_control_lock`, non-blocking. The
 send thread (outbound.py) owns the data sockets that connect. The receive thread (loop.py) owns every socket that is read and
 posts events; nothing it does may block. Data and control live in two contexts, hence two I/O threads: control never queues behind
-a payload. `_lock` guards inlets, the call number and the latched failure; it is held for microseconds, never over a send.
+a payload. `_lock` guards inlets, peers, the call window and the latched failure; it may be held when `_control_lock` is taken, never the other
+way round.
 
 Errors. The first failure is latched, posted, and told to every neighbour, who does the same; later ones are dropped.
 """
@@ -13,18 +14,16 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from rrfp.action import Edge, parse_edge
 from rrfp.comm import rendezvous
-from rrfp.comm.authentication import Keys
-from rrfp.comm.connections import Connections
 from rrfp.comm.inbound import Inlet
+from rrfp.comm.links import Links, Peer, Settings, open_links
 from rrfp.comm.loop import Loop
-from rrfp.comm.memory import Buffer, Grant, Mappings
+from rrfp.comm.memory import Buffer, Grant
 from rrfp.comm.message import (
     Header,
     Kind,
@@ -41,31 +40,10 @@ from rrfp.comm.message import (
 )
 from rrfp.comm.outbound import Job, Outlet, Sender
 from rrfp.comm.transport import Announcement, Arrival, Departure, Event, Failure, Payload
-from rrfp.errors import ConfigurationError, PipelineError
+from rrfp.comm.window import CallWindow
+from rrfp.errors import PipelineError
 
-_LINGER_MS = 500  # what was said last may take so long to leave
-_AFTER_FAILURE_S = 1.0  # and so long we wait for others' answers to our goodbye when things went wrong
-
-
-@dataclass(slots=True, eq=False)
-class _Peer:
-    rank: int
-    key: str
-    shared: bool
-    """Same host, network and process ids: abstract sockets, shared memory, a process descriptor."""
-    pid: int
-    seen: float
-    descriptor: int | None = None
-    hello: bool = False
-    connected: bool = False
-    farewell: dict[Edge, int] | None = None
-    """From its BYE: how many messages it sent us. It has departed once they are all here."""
-    departed: bool = False
-    lost: bool = False
-    answered: bool = False
-    """It said goodbye first, and we told it that we saw that: it expects nothing more, not even our own BYE."""
-    released: bool = False
-    """It has seen our BYE."""
+_AFTER_FAILURE_S = 1.0  # when things went wrong, so long we wait for others' answers to our goodbye
 
 
 class ZmqTransport:
@@ -109,31 +87,20 @@ class ZmqTransport:
         namespace: str = "rrfp",
         host: str | None = None,
     ):
-        if credits < 1 or lanes < 1:
-            raise ConfigurationError(f"credits={credits}, lanes={lanes}: an edge needs at least one of each")
-        self._rank, self._owner, self._store, self._namespace = rank, owner, store, namespace
-        self._edges_in, self._edges_out = tuple(edges_in), tuple(edges_out)
-        for edge in self._edges_in + self._edges_out:
-            ends = (owner[edge.source], owner[edge.destination])
-            if (ends[1] if edge in self._edges_in else ends[0]) != rank or ends[0] == ends[1]:
-                raise ConfigurationError(f"edge {edge} runs from rank {ends[0]} to rank {ends[1]}: it does not enter or leave rank {rank}")
-        self._credits, self._lanes, self._slot_bytes, self._limit = credits, lanes, slot_bytes, max_message_bytes
+        self._settings = Settings(
+            rank, tuple(edges_in), tuple(edges_out), owner, store, credits, lanes, interface, slot_bytes, max_message_bytes,
+            heartbeat_s, namespace, host or rendezvous.host_identity(),
+        )  # fmt: skip
+        self._rank, self._limit, self._delay = rank, max_message_bytes, delay
         self._lane_of = lane_of or (lambda edge, microbatch: microbatch % lanes)
-        self._interface, self._delay, self._heartbeat = interface, delay, heartbeat_s
-        self._host = host or rendezvous.host_identity()
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._control_lock = threading.Lock()
-        self._peers: dict[int, _Peer] = {}
-        self._inlets: dict[Edge, Inlet] = {}
-        self._outlets: dict[Edge, Outlet] = {}
-        self._control: dict[int, zmq.Socket] = {}
-        self._connections: Connections | None = None
-        self._early: list[Arrival | Announcement] = []
-        self._call: int | None = None
+        self._window = CallWindow()
         self._failure: Failure | None = None
         self._closed = False
+        self._links = Links()
         self._loop: Loop | None = None
         self._sender: Sender | None = None
 
@@ -149,102 +116,42 @@ class ZmqTransport:
             raise
 
     def _open(self, until: float) -> None:
-        self._neighbours = {self._owner[e.source] for e in self._edges_in} | {self._owner[e.destination] for e in self._edges_out}
-        keys = Keys()
-        mine = {
-            "host": self._host, "pid": self._pid, "started": rendezvous.started_at(self._pid), "key": keys.public.decode(),
-            "in": self._edges_in, "out": self._edges_out, "lanes": self._lanes,
-        }  # fmt: skip
-        for rank, theirs in self._exchange("who", mine, until).items():
-            rendezvous.check_match(self._rank, mine, rank, theirs, self._owner.__getitem__)
-            self._peers[rank] = self._meet(rank, theirs)
-            keys.admit("control", theirs["key"], rank)
-        data_sockets = self._lanes * (len(self._edges_in) + len(self._edges_out))
-        self._connections = Connections(
-            keys=keys, interface=self._interface, heartbeat_s=self._heartbeat, most_sockets=64 + data_sockets + 3 * len(self._peers)
-        )
+        links = self._links = open_links(self._settings, until=until)
         name = f"rrfp-rank{self._rank}"
-        self._loop = Loop(name=f"{name}-receive", interval=self._heartbeat, tick=self._tick, fail=self._fail_here)
-        for rank, theirs in self._exchange("where", self._listen(keys), until).items():
-            self._connect(self._peers[rank], theirs)
+        loop = self._loop = Loop(name=f"{name}-receive", interval=self._settings.heartbeat_s, tick=self._tick, fail=self._fail_here)
+        for socket in links.authenticators:
+            loop.add(socket, lambda socket=socket: socket.send_multipart(links.keys.answer(socket.recv_multipart())))
+        loop.add(links.inbox, self._on_control)  # before the payloads: served first
+        for socket, inlet, lane in links.lanes:
+            loop.add(socket, lambda socket=socket, inlet=inlet, lane=lane: self._on_data(socket, inlet, lane))
+        for monitor, peer in links.monitors:
+            loop.add(monitor, lambda monitor=monitor, peer=peer: self._on_monitor(monitor, peer))
+        for peer in links.peers.values():
+            if peer.descriptor is not None:
+                loop.add(peer.descriptor, lambda peer=peer: self._on_death(peer))
         self._sender = Sender(
-            list(self._outlets.values()), delay=self._delay, need=self._need, fail=self._fail_here, name=f"{name}-send"
+            list(links.outlets.values()), delay=self._delay, need=self._need, fail=self._fail_here, name=f"{name}-send"
         )
-        self._loop.start()
+        loop.start()
         self._sender.start()
         self._greet(until)
 
-    def _exchange(self, phase: str, record: dict, until: float) -> dict[int, dict]:
-        rendezvous.publish(self._store, self._namespace, phase, self._rank, record)
-        return rendezvous.collect(self._store, self._namespace, phase, self._neighbours, until=until)
-
-    def _meet(self, rank: int, record: dict) -> _Peer:
-        peer = _Peer(rank, record["key"], shared=record["host"] == self._host, pid=record["pid"], seen=time.monotonic())
-        if peer.shared:
-            try:
-                peer.descriptor = rendezvous.watch(peer.pid, record["started"])
-            except ProcessLookupError:
-                raise PipelineError(f"rank {rank} (process {peer.pid}) ended during start-up: look for its first error") from None
-        return peer
-
-    def _listen(self, keys: Keys) -> dict[str, str]:
-        """Bind everything that this rank reads. Returns the endpoints by name."""
-        connections, loop = self._connections, self._loop
-        for socket in connections.authenticators():
-            loop.add(socket, lambda socket=socket: socket.send_multipart(keys.answer(socket.recv_multipart())))
-        self._inbox = connections.pull(connections.control, "control")
-        loop.add(self._inbox, self._on_control)
-        kinds = {peer.shared for peer in self._peers.values()}
-        endpoints = {f"control {shared}": connections.bind(self._inbox, shared=shared) for shared in kinds}
-        for edge in self._edges_in:
-            peer = self._peers[self._owner[edge.source]]
-            inlet = self._inlets[edge] = Inlet(
-                edge, peer.rank, lanes=self._lanes, credits=self._credits, slot_bytes=self._slot_bytes, limit=self._limit,
-                shared=peer.shared,
-            )  # fmt: skip
-            for lane in range(self._lanes):
-                domain = f"{edge}/{lane}"
-                keys.admit(domain, peer.key, peer.rank)
-                socket = connections.pull(connections.data, domain, limit=self._limit)
-                endpoints[domain] = connections.bind(socket, shared=peer.shared)
-                loop.add(socket, lambda socket=socket, inlet=inlet, lane=lane: self._on_data(socket, inlet, lane))
-        for peer in self._peers.values():
-            if peer.descriptor is not None:
-                loop.add(peer.descriptor, lambda peer=peer: self._on_death(peer))
-        return endpoints
-
-    def _connect(self, peer: _Peer, endpoints: dict[str, str]) -> None:
-        connections = self._connections
-        control = connections.push(connections.control)
-        if peer.descriptor is None:
-            monitor = connections.monitor(control)
-            self._loop.add(monitor, lambda: self._on_monitor(monitor, peer))
-        connections.connect(control, endpoints[f"control {peer.shared}"], peer.key)
-        self._control[peer.rank] = control
-        for edge in self._edges_out:
-            if self._owner[edge.destination] != peer.rank:
-                continue
-            sockets = [connections.push(connections.data) for _ in range(self._lanes)]
-            for lane, socket in enumerate(sockets):
-                connections.connect(socket, endpoints[f"{edge}/{lane}"], peer.key)
-            self._outlets[edge] = Outlet(edge, peer.rank, sockets, Mappings(peer.pid) if peer.shared else None)
-
     def _greet(self, until: float) -> None:
         """HELLO and the first credits. Once everybody's HELLO is here, every control channel is known to work both ways."""
-        for rank in self._peers:
+        for rank in self._links.peers:
             self._tell(rank, Header(Kind.HELLO))
-        for inlet in self._inlets.values():
-            for _ in range(self._credits):
+        for inlet in self._links.inlets.values():
+            for _ in range(self._settings.credits):
                 with self._lock:
                     buffer = inlet.grant()
                 self._credit(inlet, buffer)
         with self._changed:
             self._changed.wait_for(
-                lambda: self._failure is not None or all(peer.hello for peer in self._peers.values()), until - time.monotonic()
+                lambda: self._failure is not None or all(peer.hello for peer in self._links.peers.values()), until - time.monotonic()
             )
             if self._failure is not None:
                 raise PipelineError(f"start-up failed at rank {self._failure.rank}, {self._failure.where}: {self._failure.text}")
-            silent = sorted(rank for rank, peer in self._peers.items() if not peer.hello)
+            silent = sorted(rank for rank, peer in self._links.peers.items() if not peer.hello)
         if silent:
             raise PipelineError(f"ranks {', '.join(map(str, silent))} did not say hello in time: raise the start-up deadline")
 
@@ -253,15 +160,8 @@ class ZmqTransport:
     def begin(self, call: int) -> None:
         self._check_process()
         with self._lock:
-            if self._call is not None and call <= self._call:
-                raise PipelineError(f"call {call} begins after call {self._call}: call numbers only grow")
-            self._call = call
-            early, self._early = self._early, []
-            for event in early:
-                if isinstance(event, Arrival) and (wrong := self._wrong_call(event.call)):
-                    self._fail(Failure(self._rank, str(event.edge), wrong))
-                else:
-                    self._deliver(event)
+            if (stray := self._window.begin(call, self._post)) is not None:
+                self._fail(Failure(self._rank, str(stray[0].edge), stray[1]))
 
     def send(self, edge: Edge, microbatch: int, payload: Payload) -> None:
         self._check_process()
@@ -271,14 +171,14 @@ class ZmqTransport:
                 f"edge {edge}, microbatch {microbatch}: a message of {nbytes} bytes is over the limit of {self._limit}: "
                 "raise max_message_bytes"
             )
-        if self._call is None:
+        if self._window.call is None:
             raise PipelineError("send before the first begin(call)")
-        self._sender.put(self._outlets[edge], Job(self._call, microbatch, self._lane_of(edge, microbatch), nbytes, payload))
+        self._sender.put(self._links.outlets[edge], Job(self._window.call, microbatch, self._lane_of(edge, microbatch), nbytes, payload))
 
     def announce(self, edge: Edge, microbatch: int, duration: float) -> None:
         self._check_process()
-        header = Header(Kind.ANNOUNCE, edge=edge, microbatch=microbatch, call=self._call)
-        self._tell(self._owner[edge.destination], header, encode_duration(duration))
+        header = Header(Kind.ANNOUNCE, edge=edge, microbatch=microbatch, call=self._window.call)
+        self._tell(self._settings.owner[edge.destination], header, encode_duration(duration))
 
     def consumed(self, arrival: Arrival) -> None:
         self._check_process()
@@ -306,12 +206,12 @@ class ZmqTransport:
         if os.getpid() != self._pid:
             return {}
         with self._lock:
-            ends = {**self._inlets, **self._outlets}
+            ends = {**self._links.inlets, **self._links.outlets}
             now = time.monotonic()
             return {
-                "call": self._call,
+                "call": self._window.call,
                 "edges": {str(edge): end.state() for edge, end in sorted(ends.items())},
-                "peers": {peer.rank: now - peer.seen for peer in self._peers.values()},
+                "peers": {peer.rank: now - peer.seen for peer in self._links.peers.values()},
             }
 
     def close(self, *, deadline: float) -> None:
@@ -329,16 +229,16 @@ class ZmqTransport:
     def _part(self, until: float) -> None:
         """Say goodbye, and wait until everybody has seen it and everything that left before it."""
         self._sender.stop(until=until)
-        for peer in self._peers.values():
+        for peer in self._links.peers.values():
             if peer.answered or peer.lost:
                 continue
-            sent = {str(edge): outlet.sent for edge, outlet in self._outlets.items() if outlet.peer == peer.rank}
+            sent = {str(edge): outlet.sent for edge, outlet in self._links.outlets.items() if outlet.peer == peer.rank}
             self._tell(peer.rank, Header(Kind.BYE), json.dumps(sent).encode())
         if self._failure is not None:
             until = min(until, time.monotonic() + _AFTER_FAILURE_S)
         with self._changed:
             self._changed.wait_for(
-                lambda: all(peer.released or peer.departed or peer.lost for peer in self._peers.values()),
+                lambda: all(peer.released or peer.departed or peer.lost for peer in self._links.peers.values()),
                 max(0.0, until - time.monotonic()),
             )
 
@@ -350,23 +250,9 @@ class ZmqTransport:
             raise PipelineError(f"rank {self._rank}: {' and '.join(stuck)} did not end in time")
         if self._loop is not None:
             self._loop.close()
-        abandoned = [socket for rank, socket in self._control.items() if self._peers[rank].lost]
-        abandoned += [socket for end in self._outlets.values() if self._peers[end.peer].lost for socket in end.sockets]
-        with self._control_lock:
-            self._control.clear()
-            if self._connections is not None:
-                self._connections.close(linger_ms=_LINGER_MS, abandoned=abandoned)
-        for peer in self._peers.values():
-            if peer.descriptor is not None:
-                os.close(peer.descriptor)
-                peer.descriptor = None
-        with self._lock:
-            for inlet in self._inlets.values():
-                inlet.pool.close()
-            for outlet in self._outlets.values():
-                if outlet.mappings is not None:
-                    outlet.mappings.close()
-            self._early.clear()
+        with self._control_lock, self._lock:
+            self._links.close()
+            self._window.clear()
 
     def _check_process(self) -> None:
         # Threads, sockets and locks do not survive a fork: whatever a child did with them would hurt the parent.
@@ -378,7 +264,7 @@ class ZmqTransport:
     def _tell(self, rank: int, header: Header, body: bytes = b"") -> None:
         frame = encode(header, body)
         with self._control_lock:
-            socket = self._control.get(rank)
+            socket = self._links.control.get(rank)
             if socket is not None:  # else closed
                 try:
                     socket.send(frame, zmq.DONTWAIT)
@@ -406,14 +292,14 @@ class ZmqTransport:
             self._sender.interrupt()
         if post:
             self._post(failure)
-        for peer in self._peers.values():
+        for peer in self._links.peers.values():
             if peer.rank != source and not peer.departed and not peer.lost:
                 self._tell(peer.rank, Header(Kind.ABORT), encode_failure(failure))
 
     # ------------------------------------------------------------------------------------------------------ the receive thread
 
     def _tick(self) -> None:
-        for peer in self._peers.values():
+        for peer in self._links.peers.values():
             if not peer.departed and not peer.lost:
                 self._tell(peer.rank, Header(Kind.HEARTBEAT))
 
@@ -421,7 +307,7 @@ class ZmqTransport:
         frame = socket.recv(zmq.DONTWAIT)
         frames = socket.recv_multipart(copy=False) if socket.rcvmore else []
         now = time.monotonic()
-        peer = self._peers[inlet.peer]
+        peer = self._links.peers[inlet.peer]
         peer.seen = now
         try:
             header, body = decode(frame)
@@ -430,33 +316,20 @@ class ZmqTransport:
             with self._lock:
                 if self._failure is not None:
                     return
-                if wrong := self._wrong_call(header.call):
+                if wrong := self._window.wrong(header.call):
                     raise Malformed(wrong)
-                self._deliver(inlet.accept(header, body, frames, lane, now))
+                self._window.deliver(inlet.accept(header, body, frames, lane, now), self._post)
                 self._depart(peer)
         except Malformed as error:
             self._fail(Failure(self._rank, str(inlet.edge), f"from rank {inlet.peer}: {error}"))
 
-    def _wrong_call(self, call: int) -> str | None:
-        # Ranks are not in step between calls, so the next call's messages are kept; anything else is a mistake.
-        if self._call is None or call in (self._call, self._call + 1):
-            return None
-        return f"a message of call {call} during call {self._call}"
-
-    def _deliver(self, event: Arrival | Announcement) -> None:
-        """With the lock held, so that early messages and new ones stay in order."""
-        if self._call is None or event.call > self._call:
-            self._early.append(event)
-        else:
-            self._post(event)
-
     def _on_control(self) -> None:
-        frame = self._inbox.recv(zmq.DONTWAIT, copy=False)
+        frame = self._links.inbox.recv(zmq.DONTWAIT, copy=False)
         now = time.monotonic()
-        peer = self._peers[int(frame.get("User-Id"))]  # whose key it was; the message itself does not say
+        peer = self._links.peers[int(frame.get("User-Id"))]  # whose key it was; the message itself does not say
         peer.seen = now
         if frame.more:
-            self._inbox.recv_multipart()
+            self._links.inbox.recv_multipart()
             self._fail(Failure(self._rank, "control", f"from rank {peer.rank}: a control message of several frames"))
             return
         try:
@@ -465,7 +338,7 @@ class ZmqTransport:
         except Malformed as error:
             self._fail(Failure(self._rank, "control", f"from rank {peer.rank}: {error}"))
 
-    def _handle(self, peer: _Peer, header: Header, body: memoryview, now: float) -> None:
+    def _handle(self, peer: Peer, header: Header, body: memoryview, now: float) -> None:
         match header.kind:
             case Kind.HELLO:
                 with self._changed:
@@ -473,20 +346,19 @@ class ZmqTransport:
                     self._changed.notify_all()
             case Kind.CREDIT:
                 fd, nonce = decode_credit(body)
-                self._sender.put(self._end(self._outlets, header, peer), Grant(header.slot, header.nbytes, fd, nonce))
+                self._sender.put(self._end(self._links.outlets, header, peer), Grant(header.slot, header.nbytes, fd, nonce))
             case Kind.NEED:
-                inlet = self._end(self._inlets, header, peer)
+                inlet = self._end(self._links.inlets, header, peer)
                 with self._lock:
                     if self._closed:
                         return
                     buffer = inlet.replace(header.slot, header.nbytes)
                 self._credit(inlet, buffer)
             case Kind.ANNOUNCE:
-                edge = self._end(self._inlets, header, peer).edge
+                edge = self._end(self._links.inlets, header, peer).edge
+                event = Announcement(header.call, edge, header.microbatch, now, decode_duration(body))
                 with self._lock:
-                    # One that comes after its call has ended is of no use, and no mistake: it travels beside the payloads.
-                    if self._call is None or header.call >= self._call:
-                        self._deliver(Announcement(header.call, edge, header.microbatch, now, decode_duration(body)))
+                    self._window.deliver(event, self._post)
             case Kind.ABORT:
                 self._fail(decode_failure(body), source=peer.rank)
             case Kind.BYE:
@@ -498,13 +370,13 @@ class ZmqTransport:
             case Kind.DATA:
                 raise Malformed("a payload on the control channel")
 
-    def _end(self, ends: dict, header: Header, peer: _Peer):
+    def _end(self, ends: dict, header: Header, peer: Peer):
         end = ends.get(header.edge)
         if end is None or end.peer != peer.rank:
             raise Malformed(f"a {header.kind.name} for edge {header.edge}, which it has no part in")
         return end
 
-    def _on_bye(self, peer: _Peer, body: memoryview) -> None:
+    def _on_bye(self, peer: Peer, body: memoryview) -> None:
         try:
             farewell = {parse_edge(edge): int(count) for edge, count in json.loads(bytes(body)).items()}
         except (ValueError, TypeError, AttributeError) as error:
@@ -513,11 +385,11 @@ class ZmqTransport:
             peer.farewell = farewell
             self._depart(peer)
 
-    def _depart(self, peer: _Peer) -> None:
+    def _depart(self, peer: Peer) -> None:
         """A BYE may overtake payloads on their other channel: the peer has gone once all that it sent is here."""
         if peer.farewell is None or peer.departed:
             return
-        complete = all(sum(self._inlets[edge].received) >= count for edge, count in peer.farewell.items() if edge in self._inlets)
+        complete = all(sum(self._links.inlets[edge].received) >= count for edge, count in peer.farewell.items() if edge in self._links.inlets)
         if complete or self._failure is not None:
             peer.departed = True
             self._changed.notify_all()
@@ -526,7 +398,7 @@ class ZmqTransport:
                 peer.answered = True
                 self._tell(peer.rank, Header(Kind.BYE_SEEN))
 
-    def _on_death(self, peer: _Peer) -> None:
+    def _on_death(self, peer: Peer) -> None:
         self._loop.remove(peer.descriptor)
         try:
             while True:  # what it said last explains its end
@@ -535,14 +407,14 @@ class ZmqTransport:
             pass
         self._on_loss(peer, f"rank {peer.rank} (process {peer.pid}) ended without saying goodbye")
 
-    def _on_monitor(self, monitor: zmq.Socket, peer: _Peer) -> None:
+    def _on_monitor(self, monitor: zmq.Socket, peer: Peer) -> None:
         event = parse_monitor_message(monitor.recv_multipart())["event"]
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             peer.connected = True
         elif peer.connected:
             self._on_loss(peer, f"the connection to rank {peer.rank} broke: it ended, or its host or network did")
 
-    def _on_loss(self, peer: _Peer, text: str) -> None:
+    def _on_loss(self, peer: Peer, text: str) -> None:
         with self._changed:
             if peer.departed or peer.lost:
                 return
@@ -550,5 +422,5 @@ class ZmqTransport:
             self._changed.notify_all()
         self._fail(Failure(peer.rank, self._edges_of(peer), text, lost=True))
 
-    def _edges_of(self, peer: _Peer) -> str:
-        return ", ".join(str(edge) for edge, end in sorted({**self._inlets, **self._outlets}.items()) if end.peer == peer.rank)
+    def _edges_of(self, peer: Peer) -> str:
+        return ", ".join(str(edge) for edge, end in sorted({**self._links.inlets, **self._links.outlets}.items()) if end.peer == peer.rank)
