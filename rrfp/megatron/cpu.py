@@ -18,6 +18,7 @@ import warnings
 from rrfp.errors import ConfigurationError
 
 _enabled = False
+_patched = False
 
 
 def is_enabled() -> bool:
@@ -57,12 +58,16 @@ def enable(*, device_count: int | None = None):
 
 
 def patch_megatron():
-    """Mend what megatron-core cannot do without Transformer Engine, Apex, a compiler or a GPU. Imports megatron.
+    """Mend what megatron-core cannot do without Transformer Engine, Apex, a compiler or a GPU. Imports megatron. Again is harmless.
 
     Raises ConfigurationError unless `enable()` came first.
     """
+    global _patched
     if not _enabled:
         raise ConfigurationError("patch_megatron() needs CPU mode: call rrfp.megatron.cpu.enable() first")
+    if _patched:
+        return
+    _patched = True
     _no_compilation_of_helpers()
     _norm_under_sequence_parallelism()
     _norm_of_clip()
