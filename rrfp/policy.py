@@ -16,7 +16,7 @@ from rrfp.scheduler import hints, lists
 from rrfp.scheduler.arbiter import Scheduler
 from rrfp.scheduler.dependencies import Dependencies, chain
 from rrfp.scheduler.limits import check_limit, interleaved_warm_up, is_paper, limit_of
-from rrfp.scheduler.validate import check_microbatch_order, check_rows, replay
+from rrfp.scheduler.validate import check_forward_order, check_microbatch_order, check_rows, replay
 from rrfp.simulate.clock import drive
 
 RULES = ("announced", "bf", "fb", "b-first", "f-first", "alt", "fill", "fill-alt", "bfw", "fill-r")
@@ -126,29 +126,12 @@ class Policy:
         if all(len(placement.stages_of(rank)) == 1 for rank in range(placement.ranks)):
             return
         if self.order == "megatron":
-            self._check_megatron_order(placement, microbatches)
+            _check_megatron_order(self, placement, microbatches)
         elif not is_paper(self.limit) and self.mode == "ready":
             for rank, limit in enumerate(self.limits(placement, microbatches)):
                 if limit < (chunks := len(placement.stages_of(rank))):
                     raise ConfigurationError(f"--rrfp-limit {self.limit}: rank {rank} holds {chunks} chunks and {limit} activations, which"
                                              f" deadlocks; use at least {chunks}")
-
-    def _check_megatron_order(self, placement: Placement, microbatches: int) -> None:
-        # Forwards in a fixed order across chunks are safe exactly when a list with that order runs within the limits.
-        if is_paper(self.limit):
-            raise ConfigurationError(f"--rrfp-limit {self.limit}: finishes microbatches one by one, against --rrfp-order megatron;"
-                                     " use --rrfp-order microbatch")
-        pipeline = _pipeline(placement, microbatches, self.split)
-        rows = [lists.as_row(lists.interleaved(placement.stages_of(r), r, microbatches, placement.ranks, split=self.split))
-                for r in range(placement.ranks)]
-        outcome = replay(rows, pipeline)
-        if outcome.stuck:
-            raise ConfigurationError(f"--rrfp-order megatron: interleaved 1F1B does not exist for {microbatches} microbatches on this"
-                                     f" placement of {placement.ranks} ranks; use --rrfp-order microbatch")
-        for rank, (need, limit) in enumerate(zip(outcome.peak, self.limits(placement, microbatches), strict=True)):
-            if need > limit:
-                raise ConfigurationError(f"--rrfp-limit {self.limit}: rank {rank} may hold {limit}, but --rrfp-order megatron needs {need};"
-                                         " use --rrfp-limit 1f1b")
 
     # -- lists ---------------------------------------------------------------------------------------------------------
 
@@ -160,12 +143,17 @@ class Policy:
         Raises:
             ConfigurationError: if the list is incomplete, impossible, or needs more in flight than the limit.
         """
-        rows = self._rows(placement, microbatches, measured or {})
-        if rows is None:
-            rows = _rule_rows(replace(self, mode="ready"), placement, microbatches)
+        if self.adapts:
+            return self._checked(self._called(placement, microbatches, measured or {}), placement, microbatches)
+        return _strict_rows(self, placement, microbatches, self._stamp)
+
+    def _checked(self, rows: Sequence[hints.Row], placement: Placement, microbatches: int) -> list[hints.Row]:
+        """Refuses rows that strict mode cannot obey under this policy."""
         source = f"--rrfp-hint {self.hint}"
         if self.order != "free":
             check_microbatch_order(rows, source=source)
+        if self.order == "megatron":
+            check_forward_order(rows, placement, microbatches, source=source)
         outcome = replay(rows, _pipeline(placement, microbatches, self.split))
         for rank, (need, limit) in enumerate(zip(outcome.peak, self.limits(placement, microbatches), strict=True)):
             if need > limit:
@@ -179,17 +167,30 @@ class Policy:
 
     def _rows(self, placement: Placement, microbatches: int, measured: Mapping[tuple[str, int], float]) -> Sequence[hints.Row] | None:
         """The rows of the hint's list; None if it is a rule without one."""
-        if self.hint in lists.LISTS or self.hint == "announced":
-            return _built_in(self, placement, microbatches)
-        if self.hint in RULES:
-            return None
-        if self.hint in _registered:
-            context = HintContext(placement, microbatches, tuple(self.limits(placement, microbatches)), self.split, measured)
-            rows = [lists.as_row(row) for row in _registered[self.hint](context)]
-        else:
-            rows = _read(self.hint, Path(self.hint).stat().st_mtime_ns)
+        if self.adapts:
+            return self._called(placement, microbatches, measured)
+        return _ready_rows(self, placement, microbatches, self._stamp)
+
+    def _called(self, placement: Placement, microbatches: int, measured: Mapping[tuple[str, int], float]) -> list[hints.Row]:
+        """What the registered function gives for this call, validated."""
+        context = HintContext(placement, microbatches, tuple(self.limits(placement, microbatches)), self.split, measured)
+        rows = []
+        for rank, entries in enumerate(_registered[self.hint](context)):
+            try:
+                rows.append(lists.as_row(entries))
+            except (TypeError, ValueError) as error:
+                raise ConfigurationError(f"--rrfp-hint {self.hint}: its function's row {rank} is no list of actions: {error}") from error
         check_rows(rows, _pipeline(placement, microbatches, self.split), source=f"--rrfp-hint {self.hint}")
         return rows
+
+    @property
+    def _stamp(self) -> int:
+        """Changes when a hint file does."""
+        return Path(self.hint).stat().st_mtime_ns if self._is_file else 0
+
+    @property
+    def _is_file(self) -> bool:
+        return not (self.hint in RULES or self.hint in lists.LISTS or self.hint in _registered)
 
     # -- the scheduler -------------------------------------------------------------------------------------------------
 
@@ -272,12 +273,13 @@ class Policy:
         """
         if self.split or placement.stages > placement.ranks:
             return None, 3.0
-        return (2, 2.0) if _reaches("eager", self, placement, microbatches) and placement.ranks > 1 else (1, 3.0)
+        return (2, 2.0) if _reaches("eager", self, placement, microbatches) else (1, 3.0)
 
     def _digest(self, placement: Placement, microbatches: int, rows: Sequence[hints.Row] | None) -> str:
-        """Equal on two ranks exactly if they follow the same policy and lists: to be compared across ranks."""
+        """Equal on two ranks exactly if they follow the same policy and rows: to be compared across ranks."""
         text = repr((self, placement.owners, microbatches))
-        if rows is not None:
+        if self.adapts or self._is_file:
+            # Built-in lists follow from the line above.
             text += "\n".join(",".join(map(lists.token, row)) for row in rows)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -305,18 +307,30 @@ def _pipeline(placement: Placement, microbatches: int, split: bool) -> list[Depe
 
 
 @lru_cache(maxsize=8)
-def _read(path: str, _modified: int) -> list[hints.Row]:
-    return lists.read(path)
+def _ready_rows(policy: Policy, placement: Placement, microbatches: int, _stamp: int) -> Sequence[hints.Row] | None:
+    if policy.hint in lists.LISTS or policy.hint == "announced":
+        return _built_in(policy, placement, microbatches)
+    if policy.hint in RULES:
+        return None
+    rows = lists.read(policy.hint)
+    check_rows(rows, _pipeline(placement, microbatches, policy.split), source=f"--rrfp-hint {policy.hint}")
+    return rows
 
 
 @lru_cache(maxsize=8)
+def _strict_rows(policy: Policy, placement: Placement, microbatches: int, stamp: int) -> list[hints.Row]:
+    rows = _ready_rows(policy, placement, microbatches, stamp)
+    if rows is None:
+        rows = _rule_rows(replace(policy, mode="ready"), placement, microbatches)
+    return policy._checked(rows, placement, microbatches)
+
+
 def _rule_rows(policy: Policy, placement: Placement, microbatches: int) -> list[hints.Row]:
     """What a rule does at unit durations, with messages that take no time."""
     schedulers = [policy.scheduler(placement, rank, microbatches) for rank in range(placement.ranks)]
     return [lists.as_row(row) for row in drive(schedulers, lambda action: UNIT_DURATIONS[action.kind]).rows]
 
 
-@lru_cache(maxsize=8)
 def _built_in(policy: Policy, placement: Placement, microbatches: int) -> list[hints.Row]:
     """The rows of a built-in list, or of the list that `announced` waits over."""
     name = policy.hint
@@ -337,3 +351,22 @@ def _built_in(policy: Policy, placement: Placement, microbatches: int) -> list[h
     # Interleaved 1F1B as Megatron writes it needs its placement and its multiples of P. Elsewhere its positions only rank.
     ranked = [Scheduler(d, hints.Ranked(row), limit=max(limits[r], len(d.stages))) for r, (d, row) in enumerate(zip(pipeline, rows, strict=True))]
     return [lists.as_row(row) for row in drive(ranked, lambda action: UNIT_DURATIONS[action.kind]).rows]
+
+
+@lru_cache(maxsize=8)
+def _check_megatron_order(policy: Policy, placement: Placement, microbatches: int) -> None:
+    # Forwards in a fixed order across chunks are safe exactly when a list with that order runs within the limits.
+    if is_paper(policy.limit):
+        raise ConfigurationError(f"--rrfp-limit {policy.limit}: finishes microbatches one by one, against --rrfp-order megatron;"
+                                 " use --rrfp-order microbatch")
+    pipeline = _pipeline(placement, microbatches, policy.split)
+    rows = [lists.as_row(lists.interleaved(placement.stages_of(r), r, microbatches, placement.ranks, split=policy.split))
+            for r in range(placement.ranks)]
+    outcome = replay(rows, pipeline)
+    if outcome.stuck:
+        raise ConfigurationError(f"--rrfp-order megatron: interleaved 1F1B does not exist for {microbatches} microbatches on this"
+                                 f" placement of {placement.ranks} ranks; use --rrfp-order microbatch")
+    for rank, (need, limit) in enumerate(zip(outcome.peak, policy.limits(placement, microbatches), strict=True)):
+        if need > limit:
+            raise ConfigurationError(f"--rrfp-limit {policy.limit}: rank {rank} may hold {limit}, but --rrfp-order megatron needs {need};"
+                                     " use --rrfp-limit 1f1b")

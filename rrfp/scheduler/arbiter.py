@@ -31,12 +31,14 @@ WAIT = Decision(None)
 class Queue:
     """The actions of one (stage, kind): those not launched yet, and which of them is next."""
 
-    __slots__ = ("stage", "kind", "actions", "position", "need", "heap", "keys")
+    __slots__ = ("stage", "kind", "actions", "position", "launched", "need", "heap", "keys")
 
     def __init__(self, stage: int, kind: str, actions: list[Action]):
         self.stage, self.kind, self.actions = stage, kind, actions
         self.position = 0
         """Index of the first action not launched."""
+        self.launched = 0
+        """How many were launched: equal to `position` unless the order is free."""
         self.need = 1
         """Free slots that a forward of this stage asks for."""
         self.heap: list[tuple[int, Action]] | None = None
@@ -175,6 +177,7 @@ class Scheduler:
         task = self._tasks[action]
         self._running[action] = now
         queue = self._queues[action.stage, action.kind]
+        queue.launched += 1
         while queue.position < len(queue.actions) and self._begun(queue.actions[queue.position]):
             queue.position += 1
         if self._forwards and action.kind == "F":
@@ -208,10 +211,6 @@ class Scheduler:
         self.done[action.kind] += 1
         self.completed_count += 1
         self._satisfy(action)
-
-    def restart(self) -> None:
-        """The domain disagreed: every member probes again from the start of the round (paper, section 4.2)."""
-        self.hint.restart()
 
     def _satisfy(self, lack: object) -> None:
         for action in self._waiters.get(lack, ()):

@@ -28,14 +28,11 @@ class Hint:
         return {action: index for index, action in enumerate(queue.actions)}
 
     def choose(self, scheduler: Scheduler, now: float) -> Decision:
-        """What to launch. Must not change anything that `launched` or `restart` would change."""
+        """What to launch. Asked twice without news, the answer is the same."""
         raise NotImplementedError
 
     def launched(self, action: Action) -> None:
-        """`action` was launched: the only place where a rule advances."""
-
-    def restart(self) -> None:
-        """Start the round again."""
+        """`action` was launched: here a rule advances."""
 
 
 def _first(scheduler: Scheduler, *ways: str) -> Decision:
@@ -66,9 +63,6 @@ class Rounds(Hint):
         way = direction(action.kind)
         if way != "other":
             self._next = (self._probes.index(way) + 1) % 2 if way in self._probes else 0
-
-    def restart(self):
-        self._next = 0
 
 
 class Prefer(Hint):
@@ -147,7 +141,10 @@ class _Listed(Hint):
         return {action: self._place[action] for action in queue.actions}
 
     def _place_of(self, queue: Queue, action: Action) -> int:
-        return self._place[action] if self._free else self._places[queue.stage, queue.kind][queue.position]
+        return self._place[action] if self._free else self._place_of_next(queue)
+
+    def _place_of_next(self, queue: Queue) -> int:
+        return self._places[queue.stage, queue.kind][queue.launched]
 
 
 class Ranked(_Listed):
@@ -165,6 +162,8 @@ class Ranked(_Listed):
 
 class Announced(_Listed):
     """Wait for announced work, over a list: never leave the list for a moment's gain while its next input is on its way.
+
+    Places go by count, in free order too: the n-th entry of a (stage, kind) is whichever of its microbatches runs n-th.
 
     The list's head runs if it can. If its input is missing but a neighbour announced that it started the producing action, nothing
     runs (not even W) until it arrives or is overdue: announced start + the neighbour's average + slack x own average of F. Else
@@ -184,8 +183,8 @@ class Announced(_Listed):
         # The head's queue is the one whose first entry not launched stands first.
         head, head_place = None, None
         for queue in self._queues:
-            if queue.position < len(queue.actions):
-                place = self._places[queue.stage, queue.kind][queue.position]
+            if queue.launched < len(queue.actions):
+                place = self._place_of_next(queue)
                 if head is None or place < head_place:
                     head, head_place = queue, place
         if head is None:
@@ -204,14 +203,14 @@ class Announced(_Listed):
         best = None
         for queue in self._queues:
             if queue is not head and (action := scheduler.candidate(queue)) is not None:
-                place = self._places[queue.stage, queue.kind][queue.position]
+                place = self._place_of_next(queue)
                 if best is None or place < best[0]:
                     best = (place, action)
         if best is None:
             return None
         if missing and self._skips is not None:
             # Entries of the head's kind that stand before the detour and have not run. Memory holding a ready head is not a skip.
-            before = bisect_left(self._places[head.stage, head.kind], best[0]) - head.position
+            before = bisect_left(self._places[head.stage, head.kind], best[0]) - head.launched
             if before > self._skips:
                 return None
         return best[1]

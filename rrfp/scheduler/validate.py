@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from rrfp.action import Action, Edge
 from rrfp.errors import ConfigurationError
+from rrfp.placement import Placement
 from rrfp.scheduler.dependencies import Dependencies, Task
 from rrfp.scheduler.hints import Row
-from rrfp.scheduler.lists import actions_of
+from rrfp.scheduler.lists import actions_of, interleaved_forwards
 
 
 def check_rows(rows: Sequence[Row], pipeline: Sequence[Dependencies], *, source: str) -> None:
@@ -63,6 +64,17 @@ def check_microbatch_order(rows: Sequence[Row], *, source: str) -> None:
                 raise ConfigurationError(f"{source}: rank {rank}, position {position}: {action} after {last} leaves microbatch order;"
                                          " use --rrfp-order free, or --rrfp-mode ready")
             newest[action.stage, action.kind] = action
+
+
+def check_forward_order(rows: Sequence[Row], placement: Placement, microbatches: int, *, source: str) -> None:
+    """A strict list under --rrfp-order megatron must run forwards as interleaved 1F1B does."""
+    for rank, row in enumerate(rows):
+        forwards = [action for action in actions_of(row) if action.kind == "F"]
+        expected = interleaved_forwards(placement.stages_of(rank), microbatches, placement.ranks)
+        for position, (action, wanted) in enumerate(zip(forwards, expected, strict=True)):
+            if action != wanted:
+                raise ConfigurationError(f"{source}: rank {rank}, forward {position}: {action} where --rrfp-order megatron needs {wanted};"
+                                         " use --rrfp-order microbatch")
 
 
 @dataclass(frozen=True)
