@@ -1,4 +1,4 @@
-"""The receive thread: one poller over sockets and descriptors, one handler each, and a tick. It blocks in the poller, never spins."""
+"""The receive thread: one poller over sockets and descriptors, one handler each, and a tick. It blocks there, never spins."""
 
 import math
 import os

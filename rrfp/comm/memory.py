@@ -29,7 +29,7 @@ class Grant(NamedTuple):
 
 
 def round_up(nbytes: int) -> int:
-    """Up to an eighth more, so that slowly growing messages do not ask for a new buffer each time. Untouched pages cost nothing."""
+    """Up to an eighth more, so that slowly growing messages seldom ask for a new buffer. Untouched pages cost nothing."""
     step = 1 << max(12, nbytes.bit_length() - 4)
     return -(-nbytes // step) * step
 

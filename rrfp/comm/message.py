@@ -1,6 +1,6 @@
 """The wire format: one frame of 64 bytes of header, then the parts' metadata or a small body.
 
-Layout (little endian, version 1): magic, version, kind, flags, lane, source and destination stage, microbatch, parts, call,
+Layout (little endian, version 1): magic, version, kind, flags, lane, parts, source and destination stage, microbatch, call,
 sequence number of the lane, slot, payload bytes, CRC-32 of the whole frame. Header and metadata share one frame because each
 receive hands the interpreter lock over once more. Everything here is pure: bytes in, values out, or `Malformed`.
 """
@@ -22,7 +22,7 @@ MAX_PARTS = 1024
 MAX_DIMENSIONS = 32
 MAX_TEXT = 64 << 10  # bytes of an ABORT's traceback
 
-_HEADER = struct.Struct("<4sBBHHHIIIQQQQI")  # magic version kind flags lane parts source destination microbatch call seq slot nbytes crc
+_HEADER = struct.Struct("<4sBBHHHIIIQQQQI")  # in the order above
 _PAD = bytes(64 - _HEADER.size)
 HEADER_BYTES = _HEADER.size + len(_PAD)
 _CRC_AT = _HEADER.size - 4
@@ -56,7 +56,6 @@ class Kind(IntEnum):
 
 
 INLINE = 1  # flag of DATA: the payload follows in frames of the same message, not in the slot
-NO_CREDIT = 2  # flag of NEED: the slot could not be mapped; grant slots without memory from now on
 
 
 class Header(NamedTuple):

@@ -58,7 +58,7 @@ class Outlet:
 
 
 class Sender:
-    """The send thread. `need(outlet, slot, nbytes)` asks the receiver for a bigger slot; `fail(where, text, traceback)` reports."""
+    """The send thread. `need(outlet, slot, nbytes)` asks for a bigger slot; `fail(where, text, traceback)` reports an error."""
 
     def __init__(
         self,

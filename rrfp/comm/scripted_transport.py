@@ -137,7 +137,8 @@ class ScriptedNetwork:
             return
         transport.dead = True
         for neighbour in self.neighbours(rank):
-            edges = ", ".join(str(e) for e in self.links if {self.owner[e.source], self.owner[e.destination]} == {rank, neighbour})
+            shared = [edge for edge in self.links if {self.owner[edge.source], self.owner[edge.destination]} == {rank, neighbour}]
+            edges = ", ".join(map(str, shared))
             failure = Failure(rank, edges, f"rank {rank} ended without saying goodbye", lost=True)
             other = self._transports[neighbour]
             if not other.dead and rank not in other.departed:
@@ -266,8 +267,12 @@ class ScriptedTransport:
             self._network.tell(self._rank, rank, lambda other: other._hear_goodbye(self._rank))
 
     def _hear_goodbye(self, rank: int) -> None:
-        clock, network = self._network.clock, self._network
-        links = [link for link in network.links.values() if (network.owner[link.edge.source], network.owner[link.edge.destination]) == (rank, self._rank)]
+        clock, owner = self._network.clock, self._network.owner
+        links = [
+            link
+            for link in self._network.links.values()
+            if owner[link.edge.source] == rank and owner[link.edge.destination] == self._rank
+        ]
         last = max((due for link in links for due in link.lane_due), default=0.0)
         if last > clock.now():
             clock.call_at(last, lambda: self._hear_goodbye(rank))
@@ -283,16 +288,23 @@ class ScriptedTransport:
         """As `ZmqTransport.state`."""
         now, edges = self._network.clock.now(), {}
         for edge, link in self._network.links.items():
-            if self._network.owner[edge.source] == self._rank:
+            source, destination = self._network.owner[edge.source], self._network.owner[edge.destination]
+            if source == self._rank:
                 edges[str(edge)] = {
-                    "direction": "out", "peer": self._network.owner[edge.destination], "credits": link.credits, "sent": link.sent,
+                    "direction": "out",
+                    "peer": destination,
+                    "credits": link.credits,
+                    "sent": link.sent,
                     "waiting": len(link.waiting),
-                }  # fmt: skip
-            elif self._network.owner[edge.destination] == self._rank:
+                }
+            elif destination == self._rank:
                 edges[str(edge)] = {
-                    "direction": "in", "peer": self._network.owner[edge.source], "credits": self._network.credits - link.outstanding,
-                    "received": sum(link.received), "waiting": link.outstanding,
-                }  # fmt: skip
+                    "direction": "in",
+                    "peer": source,
+                    "credits": self._network.credits - link.outstanding,
+                    "received": sum(link.received),
+                    "waiting": link.outstanding,
+                }
         return {"call": self._window.call, "edges": edges, "peers": {rank: now - seen for rank, seen in self._seen.items()}}
 
 

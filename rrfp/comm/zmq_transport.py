@@ -3,8 +3,8 @@
 Threads. The caller's thread opens, closes, and queues; it sends control messages itself, under `_control_lock`, non-blocking. The
 send thread (outbound.py) owns the data sockets that connect. The receive thread (loop.py) owns every socket that is read and
 posts events; nothing it does may block. Data and control live in two contexts, hence two I/O threads: control never queues behind
-a payload. `_lock` guards inlets, peers, the call window and the latched failure; it may be held when `_control_lock` is taken, never the other
-way round.
+a payload. `_lock` guards inlets, peers, the call window and the latched failure; `_control_lock` may be taken inside it, never
+the other way round.
 
 Errors. The first failure is latched, posted, and told to every neighbour, who does the same; later ones are dropped.
 """
@@ -118,7 +118,9 @@ class ZmqTransport:
     def _open(self, until: float) -> None:
         links = self._links = open_links(self._settings, until=until)
         name = f"rrfp-rank{self._rank}"
-        loop = self._loop = Loop(name=f"{name}-receive", interval=self._settings.heartbeat_s, tick=self._tick, fail=self._fail_here)
+        loop = self._loop = Loop(
+            name=f"{name}-receive", interval=self._settings.heartbeat_s, tick=self._tick, fail=self._fail_here
+        )
         for socket in links.authenticators:
             loop.add(socket, lambda socket=socket: socket.send_multipart(links.keys.answer(socket.recv_multipart())))
         loop.add(links.inbox, self._on_control)  # before the payloads: served first
@@ -145,9 +147,10 @@ class ZmqTransport:
                 with self._lock:
                     buffer = inlet.grant()
                 self._credit(inlet, buffer)
+        peers = self._links.peers.values()
         with self._changed:
             self._changed.wait_for(
-                lambda: self._failure is not None or all(peer.hello for peer in self._links.peers.values()), until - time.monotonic()
+                lambda: self._failure is not None or all(peer.hello for peer in peers), max(0.0, until - time.monotonic())
             )
             if self._failure is not None:
                 raise PipelineError(f"start-up failed at rank {self._failure.rank}, {self._failure.where}: {self._failure.text}")
@@ -173,7 +176,8 @@ class ZmqTransport:
             )
         if self._window.call is None:
             raise PipelineError("send before the first begin(call)")
-        self._sender.put(self._links.outlets[edge], Job(self._window.call, microbatch, self._lane_of(edge, microbatch), nbytes, payload))
+        job = Job(self._window.call, microbatch, self._lane_of(edge, microbatch), nbytes, payload)
+        self._sender.put(self._links.outlets[edge], job)
 
     def announce(self, edge: Edge, microbatch: int, duration: float) -> None:
         self._check_process()
@@ -265,7 +269,7 @@ class ZmqTransport:
         frame = encode(header, body)
         with self._control_lock:
             socket = self._links.control.get(rank)
-            if socket is not None:  # else closed
+            if socket is not None and not self._links.peers[rank].answered:  # else there is nobody to hear it
                 try:
                     socket.send(frame, zmq.DONTWAIT)
                 except zmq.Again:
@@ -389,14 +393,15 @@ class ZmqTransport:
         """A BYE may overtake payloads on their other channel: the peer has gone once all that it sent is here."""
         if peer.farewell is None or peer.departed:
             return
-        complete = all(sum(self._links.inlets[edge].received) >= count for edge, count in peer.farewell.items() if edge in self._links.inlets)
+        inlets = self._links.inlets
+        complete = all(sum(inlets[edge].received) >= count for edge, count in peer.farewell.items() if edge in inlets)
         if complete or self._failure is not None:
             peer.departed = True
             self._changed.notify_all()
             self._post(Departure(peer.rank))
             if not self._closed:  # else our own BYE, which is on its way, tells as much
-                peer.answered = True
                 self._tell(peer.rank, Header(Kind.BYE_SEEN))
+                peer.answered = True
 
     def _on_death(self, peer: Peer) -> None:
         self._loop.remove(peer.descriptor)
@@ -423,4 +428,5 @@ class ZmqTransport:
         self._fail(Failure(peer.rank, self._edges_of(peer), text, lost=True))
 
     def _edges_of(self, peer: Peer) -> str:
-        return ", ".join(str(edge) for edge, end in sorted({**self._links.inlets, **self._links.outlets}.items()) if end.peer == peer.rank)
+        ends = {**self._links.inlets, **self._links.outlets}
+        return ", ".join(str(edge) for edge, end in sorted(ends.items()) if end.peer == peer.rank)

@@ -1,0 +1,321 @@
+"""What goes wrong on the wire, and who may not speak on it. Every frame here passes through real sockets."""
+
+import json
+import logging
+import os
+import re
+import threading
+
+import numpy as np
+import pytest
+import zmq
+
+from rrfp.action import Edge
+from rrfp.comm import memory
+from rrfp.comm.clock import VirtualClock
+from rrfp.comm.message import INLINE, Header, Kind, encode, encode_parts
+from rrfp.comm.scripted_transport import ScriptedNetwork
+from rrfp.comm.transport import Arrival, Departure, Failure, Part
+from rrfp.errors import PipelineError
+
+PAIR = ({0: 0, 1: 1}, [(0, 1), (1, 0)])
+EDGE = Edge(0, 1)
+PART = Part("uint8", (3,), np.arange(3, dtype=np.uint8))
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def wire(network, request):
+    """A pair, and a way for rank 0 to put any frames on its channel to rank 1. One good message has gone through."""
+    net = network(request.param, *PAIR)
+    net.begin(0)
+    net[0].send(EDGE, 0, (PART,))
+    net.take(1, 1)
+    net.settle(lambda: net[0].state()["edges"]["0>1"]["credits"] == 4)
+    outlet = net[0]._links.outlets[EDGE]
+    good = Header(Kind.DATA, INLINE, 0, EDGE, 1, 0, 2, outlet.credits[0].slot, 3, 1)
+    net.put = lambda header=good, body=encode_parts((PART,)), data=(b"abc",), frame=None, **changes: outlet.sockets[0].send_multipart(
+        [frame or encode(header._replace(**changes), body), *data]
+    )
+    return net
+
+
+def test_the_good_frame_is_good(wire):
+    wire.put()
+    assert bytes(wire.take(1, 1, consume=False)[0].payload[0].data) == b"abc"
+
+
+WRONG = {
+    "lost": ({"sequence": 3}, "message 3 of lane 0 after 1: a message was lost"),
+    "duplicated": ({"sequence": 1}, "message 1 of lane 0 after 1: a message was duplicated"),
+    "truncated header": ({"frame": b"RRFP" + bytes(20)}, "24 bytes is shorter than a header of 64: truncated"),
+    "truncated metadata": ({"body": encode_parts((PART,))[:-2]}, "dimensions of part 0 of 1 are cut off: truncated"),
+    "truncated payload": ({"data": (b"ab",)}, r"frames of \[2\] bytes, the header promises \[3\]: truncated"),
+    "missing payload": ({"data": ()}, "truncated"),
+    "corrupted": ({"frame": encode(Header(Kind.DATA, edge=EDGE))[:-1] + b"x"}, "corrupted"),
+    "foreign": ({"frame": b"GET / HTTP/1.1\r\n" * 6}, "not a message of this package"),
+    "oversized": ({"nbytes": 5 << 30}, f"{5 << 30} bytes is over the limit of {4 << 30}: raise max_message_bytes"),
+    "inconsistent": ({"nbytes": 4}, "promises 4 bytes, its parts hold 3"),
+    "another edge": ({"edge": Edge(1, 0)}, "edge 1>0 lane 0 came in on edge 0>1 lane 0"),
+    "another lane": ({"lane": 1}, "edge 0>1 lane 1 came in on edge 0>1 lane 0"),
+    "a slot not granted": ({"slot": 99}, "slot 99 was not granted"),
+    "a slot too small": ({"flags": 0, "data": ()}, "slot .* of 0|slot .* of 4096"),
+    "slot and frames": ({"flags": 0}, "1 frames follow a message whose bytes are in slot"),
+    "a later call": ({"call": 2}, "call 2 during call 0"),
+    "control": ({"header": Header(Kind.CREDIT, edge=EDGE)}, "a CREDIT on a data channel"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_frames(wire, name):
+    changes, text = WRONG[name]
+    if name == "a slot too small" and wire.kind == "ipc":
+        size = wire[0]._links.outlets[EDGE].credits[0].size + 1
+        part = Part("uint8", (size,), np.zeros(size, np.uint8))
+        changes = changes | {"nbytes": size, "body": encode_parts((part,))}
+    wire.put(**changes)
+    failure = wire.get(1)
+    assert isinstance(failure, Failure), failure
+    assert failure.rank == 1 and failure.where == "0>1" and not failure.lost
+    assert re.search(text, failure.text)
+    assert wire.get(0) == failure  # the culprit hears it too
+    wire[0].send(EDGE, 1, (PART,))
+    assert wire.empty(1)
+
+
+CONTROL = {
+    "foreign": (b"x" * 100, "not a message of this package"),
+    "payload": (encode(Header(Kind.DATA, edge=EDGE)), "a payload on the control channel"),
+    "credit for another's edge": (encode(Header(Kind.CREDIT, edge=Edge(5, 6)), bytes(20)), "CREDIT for edge 5>6"),
+    "short credit": (encode(Header(Kind.CREDIT, edge=Edge(1, 0)), b"x"), "a credit's body has 20 bytes, got 1"),
+    "need without a slot": (encode(Header(Kind.NEED, edge=EDGE, slot=77)), "slot 77 is given back but was not granted"),
+    "need too much": (encode(Header(Kind.NEED, edge=EDGE, nbytes=5 << 30)), f"{5 << 30} bytes is over the limit of {4 << 30}"),
+    "abort": (encode(Header(Kind.ABORT), b"{"), "an ABORT that cannot be read"),
+    "goodbye": (encode(Header(Kind.BYE), b"[]"), "a BYE that cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", CONTROL)
+def test_wrong_control_messages(wire, name):
+    frame, text = CONTROL[name]
+    wire[0]._links.control[1].send(frame)
+    failure = wire.get(1)
+    assert isinstance(failure, Failure) and failure.where == "control" and text in failure.text, failure
+
+
+def test_a_control_message_of_several_frames(wire):
+    wire[0]._links.control[1].send_multipart([encode(Header(Kind.HELLO)), b"more"])
+    assert "several frames" in wire.get(1, Failure).text
+
+
+def test_more_than_the_limit_is_refused_where_it_is_sent(network, part):
+    net = network("ipc", *PAIR, max_message_bytes=1000)
+    net.begin()
+    with pytest.raises(PipelineError, match="edge 0>1, microbatch 7: a message of 1001 bytes is over the limit of 1000"):
+        net[0].send(EDGE, 7, (part(1001),))
+    net[0].send(EDGE, 7, (part(1000),))
+    assert len(net.take(1, 1)[0].payload[0].data) == 1000
+
+
+def test_memory_out_of_reach_is_replaced_by_the_socket_and_said_once(network, part, monkeypatch, caplog):
+    real = os.pread
+    monkeypatch.setattr(memory.os, "pread", lambda fd, count, at: bytes(count) if count == 16 else real(fd, count, at))
+    net = network("ipc", *PAIR)
+    net.begin()
+    with caplog.at_level(logging.WARNING):
+        for microbatch in range(6):
+            net[0].send(EDGE, microbatch, (part(100_000, microbatch), part(5, microbatch)))
+        for arrival in net.take(1, 6):
+            assert all((p.data == arrival.microbatch).all() for p in arrival.payload)
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        "edge 0>1 sends its bytes through the socket, about three times slower"
+    ]
+
+
+def test_a_handler_that_breaks_is_a_failure_with_its_traceback(network, part):
+    net = network("ipc", *PAIR)
+    net.begin()
+    net[1]._links.inlets[EDGE].accept = None
+    net[0].send(EDGE, 0, (part(8),))
+    failure = net.get(1, Failure)
+    assert failure.where == "the receive thread" and "NoneType" in failure.text and "Traceback" in failure.traceback
+
+
+def test_a_send_thread_that_breaks_is_a_failure_with_its_traceback(network, part):
+    def delay(edge, microbatch):
+        raise ZeroDivisionError("no such delay")
+
+    net = network("ipc", *PAIR, delays=delay)
+    net.begin()
+    net[0].send(EDGE, 0, (part(8),))
+    failure = net.get(0, Failure)
+    assert failure.where == "the send thread" and "no such delay" in failure.text and "Traceback" in failure.traceback
+    assert net.get(1) == failure
+    with pytest.raises(PipelineError, match="edge 0>1 has 1 waiting"):
+        net[0].flush(deadline=10.0)
+
+
+# ----------------------------------------------------------------------------------------------------------- who may speak
+
+
+def _refused(endpoint: str, configure) -> str:
+    """What the library says of a connection attempt: "accepted", or the event that ended it."""
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.linger = 0
+        socket.reconnect_ivl = -1
+        configure(socket)
+        with socket.get_monitor_socket() as monitor:
+            socket.connect(endpoint)
+            while True:
+                assert monitor.poll(10_000), "no verdict"
+                event = zmq.utils.monitor.recv_monitor_message(monitor)["event"]
+                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    verdict = "accepted"
+                elif event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_DISCONNECTED):
+                    verdict = zmq.Event(event).name
+                else:
+                    continue
+                socket.disable_monitor()
+                return verdict
+
+
+def _key(public: bytes, pair: tuple[bytes, bytes]):
+    def configure(socket):
+        socket.curve_serverkey = public
+        socket.curve_publickey, socket.curve_secretkey = pair
+
+    return configure
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def house(network, request):
+    """Ranks 0, 1, 2 in a row, and the endpoints of rank 1 as the store tells them."""
+    net = network(request.param, {0: 0, 1: 1, 2: 2}, [(0, 1), (1, 2), (2, 1), (1, 0)])
+    net.begin()
+    net.endpoints = json.loads(net.store.get("rrfp/where/1"))
+    net.keys = {rank: net[rank]._links.keys for rank in net.ranks}
+    return net
+
+
+def test_a_stranger_is_refused_everywhere(house):
+    for endpoint in house.endpoints.values():
+        assert _refused(endpoint, _key(house.keys[1].public, zmq.curve_keypair())) == "HANDSHAKE_FAILED_AUTH"
+    house[0].send(EDGE, 0, (PART,))
+    assert isinstance(house.get(1), Arrival)  # and nobody else noticed
+
+
+def test_one_without_keys_is_refused_everywhere(house):
+    for endpoint in house.endpoints.values():
+        assert _refused(endpoint, lambda socket: None) != "accepted"
+
+
+def test_a_peer_cannot_speak_on_anothers_edge(house):
+    pair = (house.keys[2].public, house.keys[2]._secret)
+    control = next(name for name in house.endpoints if name.startswith("control"))
+    assert _refused(house.endpoints[control], _key(house.keys[1].public, pair)) == "accepted"  # a neighbour: its own key is good
+    assert _refused(house.endpoints["2>1/0"], _key(house.keys[1].public, pair)) == "accepted"
+    assert _refused(house.endpoints["0>1/0"], _key(house.keys[1].public, pair)) == "HANDSHAKE_FAILED_AUTH"
+
+
+def test_a_peer_cannot_grant_credits_of_anothers_edge(house):
+    house[2]._links.control[1].send(encode(Header(Kind.CREDIT, edge=Edge(1, 0), slot=1), bytes(20)))
+    failure = house.get(1, Failure)
+    assert "from rank 2: a CREDIT for edge 1>0, which it has no part in" in failure.text
+
+
+def test_no_port_is_open_inside_a_host_and_no_file_is_left(network, tmp_path):
+    net = network("ipc", *PAIR)
+    assert all(e.startswith("ipc://@") for rank in (0, 1) for e in json.loads(net.store.get(f"rrfp/where/{rank}")).values())
+
+
+# ----------------------------------------------------------------------------------------------------------- nothing is left
+
+
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+def test_nothing_is_left_after_close(network, part, kind):
+    def things():
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), threading.active_count()
+
+    before = things()
+    net = network(kind, *PAIR, lanes=2)
+    net.begin()
+    for microbatch in range(8):
+        net[0].send(EDGE, microbatch, (part(100_000),))
+    net.take(1, 4)
+    net.take(1, 4, consume=False)
+    inside = things()
+    net.close()
+    assert inside[0] > before[0] and inside[2] == before[2] + 4  # two threads of ours per rank
+    net.settle(lambda: things() == before)  # the kernel takes a moment to strike a joined thread off
+    assert {type(net.get(rank)) for rank in (0, 1)} <= {Departure}
+
+
+def test_close_does_not_wait_for_a_stuck_message(network, part):
+    net = network("tcp", *PAIR, credits=1)
+    net.begin()
+    for microbatch in range(3):
+        net[0].send(EDGE, microbatch, (part(100_000),))
+    net.settle(lambda: net[0].state()["edges"]["0>1"]["sent"] == 1)
+    net.close()
+    assert threading.active_count() == 1
+
+
+# ----------------------------------------------------------------------------------------------------------- scripted faults
+
+
+def _scripted(**options):
+    clock, boxes = VirtualClock(), {0: [], 1: [], 2: []}
+    net = ScriptedNetwork({0: 0, 1: 1, 2: 2}, [Edge(0, 1), Edge(1, 2), Edge(2, 1), Edge(1, 0)], clock=clock, **options)
+    for rank, box in boxes.items():
+        net.transport(rank).open(box.append)
+        net.transport(rank).begin(0)
+    for microbatch in range(3):
+        net.transport(0).send(EDGE, microbatch, (PART,))
+    return clock, net, boxes
+
+
+def test_a_scripted_loss_shows_as_a_gap():
+    clock, _, boxes = _scripted(losses=lambda edge, microbatch: microbatch == 1)
+    clock.run_until_idle()
+    assert [type(event) for event in boxes[1]] == [Arrival, Failure]
+    assert "message 3 of lane 0 after 1: a message was lost" in boxes[1][1].text
+    assert boxes[0] == boxes[2] == boxes[1][1:]
+
+
+def test_a_scripted_duplicate():
+    clock, _, boxes = _scripted(duplicates=lambda edge, microbatch: microbatch == 0)
+    clock.run_until_idle()
+    assert "message 1 of lane 0 after 1: a message was duplicated" in boxes[1][1].text
+
+
+def test_a_scripted_death_is_heard_by_all_at_its_time():
+    clock, net, boxes = _scripted(failures={2: 1.5}, delays=lambda edge, microbatch: 1.0)
+    clock.advance(1.0)
+    assert [type(event) for event in boxes[1]] == [Arrival] * 3
+    clock.advance(1.0)
+    assert boxes[1][3].lost and boxes[1][3].rank == 2 and boxes[0] == boxes[1][3:] and boxes[2] == []
+
+
+def test_scripted_time_is_exact_and_events_are_asked_for():
+    clock, net, boxes = _scripted(delays=lambda edge, microbatch: [2.0, 1.0, 0.5][microbatch])
+    assert clock.next_event_time() == 2.0
+    clock.run_until_idle()
+    assert [event.time for event in boxes[1]] == [2.0, 2.0, 2.0] and clock.now() == 2.0 and clock.next_event_time() is None
+
+
+def test_a_scripted_buffer_read_after_release_shows():
+    clock, net, boxes = _scripted()
+    clock.run_until_idle()
+    data = boxes[1][0].payload[0].data
+    net.transport(1).release(boxes[1][0])
+    assert (data == 0xFF).all()
+
+
+def test_a_clock_that_never_rests_is_stopped():
+    clock = VirtualClock()
+
+    def again():
+        clock.call_at(clock.now() + 1, again)
+
+    again()
+    with pytest.raises(PipelineError, match="not idle"):
+        clock.run_until_idle(most=10)
