@@ -23,7 +23,8 @@ setup(
     python_requires=">=3.12",
     install_requires=["numpy>=1.26", "pyzmq>=25.1"],
     extras_require={
-        "megatron": ["megatron-core>=0.17.1,<0.20"],
+        # what megatron.training needs beside torch: yaml (0.17, 0.18), psutil (torch_dist checkpoints)
+        "megatron": ["megatron-core>=0.17.1,<0.20", "pyyaml>=6", "psutil>=5.9"],
         "plot": ["matplotlib>=3.8"],
         "test": ["pytest>=8.0", "pytest-timeout>=2.2", "hypothesis>=6.100", "psutil>=5.9"],
     },
