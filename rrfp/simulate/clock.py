@@ -84,7 +84,7 @@ def drive(
             # A lane is FIFO: a message is never there before the one that left before it.
             lane_free[lane] = arrival = max(now + delay(edge, action), lane_free.get(lane, 0.0))
             for receiver in receivers.get(edge, ()):
-                at(arrival, receiver, lambda _, r=receiver: schedulers[r].arrived(edge, action.microbatch))
+                at(arrival, receiver, lambda _, r=receiver, e=edge: schedulers[r].arrived(e, action.microbatch))
 
     def start(rank: int, action: Action, now: float) -> None:
         scheduler, busy[rank] = schedulers[rank], True
