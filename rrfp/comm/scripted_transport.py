@@ -151,7 +151,7 @@ class ScriptedTransport:
     def __init__(self, network: ScriptedNetwork, rank: int):
         self._network, self._rank = network, rank
         self._post: Callable[[Event], None] | None = None
-        self._window = CallWindow()
+        self._window = CallWindow(ahead=network.credits)
         self._failure: Failure | None = None
         self._seen: dict[int, float] = {}
         self.departed: set[int] = set()

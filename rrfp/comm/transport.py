@@ -71,7 +71,7 @@ class Failure(NamedTuple):
 
 
 class Departure(NamedTuple):
-    """Rank `rank` said goodbye in good order. Only a failure if something is still expected of it."""
+    """Rank `rank` said goodbye in good order; all its messages have been posted. Only a failure if more is expected of it."""
 
     rank: int
 
@@ -82,8 +82,8 @@ Event = Arrival | Announcement | Failure | Departure
 class Transport(Protocol):
     """Moves payloads between the stages of one pipeline. Every lane of every edge is FIFO in order of `send`.
 
-    A message carries its call number. Messages of the next call are kept until `begin(call)`; older ones, or later than the
-    next, are a Failure.
+    A message carries its call number. Messages of later calls are kept until `begin(call)`. Older ones are a Failure, and so are
+    those of a call that is further ahead than an edge has credits: each call sends at least one message of every edge.
     """
 
     def open(self, post: Callable[[Event], None], *, deadline: float) -> None:

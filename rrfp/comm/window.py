@@ -1,4 +1,4 @@
-"""Which calls a rank listens to. Ranks are not in step between calls, so what belongs to the next one waits for it."""
+"""Which calls a rank listens to. Ranks are not in step between calls, so what belongs to a later one waits for it."""
 
 from collections.abc import Callable
 
@@ -7,14 +7,19 @@ from rrfp.errors import PipelineError
 
 
 class CallWindow:
-    """Posts what belongs to the current call, keeps what belongs to the next. Not thread-safe: its owner locks."""
+    """Posts what belongs to the current call, keeps what belongs to later ones. Not thread-safe: its owner locks.
 
-    def __init__(self):
+    ahead: how many calls a sender may be ahead. It sends at least one message of every edge in each call, so that is its credits: a
+    first stage that only runs forwards (evaluation, one microbatch per call) gets so far before anything holds it.
+    """
+
+    def __init__(self, *, ahead: int = 1):
+        self._ahead = ahead
         self.call: int | None = None
         self._early: list[Arrival | Announcement] = []
 
     def begin(self, call: int, post: Callable[[Event], None]) -> tuple[Arrival, str] | None:
-        """Start a call and post what came early for it. Returns an arrival that fits neither it nor the next, and why."""
+        """Start a call and post what came early for it. Returns an arrival that fits neither it nor a later one, and why."""
         if self.call is not None and call <= self.call:
             raise PipelineError(f"call {call} begins after call {self.call}: call numbers only grow")
         self.call = call
@@ -27,7 +32,7 @@ class CallWindow:
 
     def wrong(self, call: int) -> str | None:
         """Why a payload of this call cannot come now. Before the first call any can."""
-        if self.call is None or call in (self.call, self.call + 1):
+        if self.call is None or self.call <= call <= self.call + self._ahead:
             return None
         return f"a message of call {call} during call {self.call}"
 

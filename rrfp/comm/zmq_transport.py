@@ -97,7 +97,7 @@ class ZmqTransport:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._control_lock = threading.Lock()
-        self._window = CallWindow()
+        self._window = CallWindow(ahead=credits)
         self._failure: Failure | None = None
         self._closed = False
         self._links = Links()

@@ -130,14 +130,29 @@ def test_messages_before_the_first_call_wait(network, kind, part):
     assert net.take(1, 1)[0].call == 7
 
 
-def test_a_call_beyond_the_next_is_a_failure(network, kind, part):
-    net = network(kind, *PAIR)
+def test_calls_ahead_wait_for_their_turn(network, kind, part):
+    """Evaluation with one microbatch per call: only credits hold the first stage back."""
+    net = network(kind, *PAIR, credits=3)
     net.begin(0)
-    net[0].begin(2)
+    for call in range(3):
+        if call:
+            net[0].begin(call)
+        net[0].send(EDGE, 0, (part(8, call),))
+    for call in range(3):
+        if call:
+            net[1].begin(call)
+        arrival = net.get(1)
+        assert (arrival.call, int(arrival.payload[0].data[0])) == (call, call)
+
+
+def test_a_call_further_ahead_than_credits_is_a_failure(network, kind, part):
+    net = network(kind, *PAIR, credits=2)
+    net.begin(0)
+    net[0].begin(3)
     net[0].send(EDGE, 0, (part(8),))
     failure = net.get(1)
     assert isinstance(failure, Failure) and failure.rank == 1 and failure.where == "0>1"
-    assert "call 2 during call 0" in failure.text
+    assert "call 3 during call 0" in failure.text
     assert net.get(0) == failure
 
 
