@@ -1,12 +1,14 @@
 """The rank loop: take arrivals, choose, agree, run, send.
 
-Who owns what: everything here belongs to the thread that calls `run` (or, in tests, `begin` and `advance`). Other threads only
-`post` events into the inbox. The only call that blocks is the inbox's `get`, and it has a deadline.
+Who owns what: everything here belongs to the thread that calls `run` (or, in tests, `begin`, `advance` and `end`). Other threads
+only `post` events into the inbox and read for a report. What blocks: the inbox's `get` and the transport's `flush`, each with a
+deadline. On an error the failure is latched and told to all peers, then raised.
 """
 
+import math
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
@@ -16,13 +18,13 @@ from rrfp.comm.transport import Announcement, Arrival, Departure, Failure, Trans
 from rrfp.engine.executor import Executor, Outputs
 from rrfp.engine.failure import FailureLatch
 from rrfp.errors import PipelineError
-from rrfp.scheduler.arbiter import Scheduler
+from rrfp.scheduler.arbiter import WAIT, Decision, Scheduler
 from rrfp.tp_coord.agreement import Agreement
 
-DEPARTURE_GRACE = 2.0
-"""Seconds for which messages of a rank that said goodbye may still be on their way (goodbye overtakes payload)."""
-LONGEST_WAIT = 1.0
-"""Seconds after which a waiting loop looks at its deadlines again."""
+FIRST_CALL = 3
+"""The first call has so many times the patience: compiling or a first allocation is no hang."""
+LOOK = 1.0
+"""Seconds after which a flush looks for news of its receivers."""
 
 
 class Completion(NamedTuple):
@@ -35,18 +37,23 @@ class Wake(NamedTuple):
     """News elsewhere (an agreement): look again."""
 
 
+class Launched(NamedTuple):
+    action: Action
+    time: float
+    in_flight: int
+
+
 class Engine:
     """Runs call after call of one rank.
 
     Args:
         rank: this rank in the pipeline.
         owner: which rank owns a stage (to name ranks in errors).
-        transport: open already, posting to `post`.
-        agreement: this member's end of its domain's agreement.
+        transport: whoever opens it gives it `post`.
+        agreement: this member's end of its domain's agreement; whoever opens it gives it `wake`.
         recorder: a trace recorder.
         clock: seconds; `time.monotonic` unless time is virtual.
-        timeout: seconds without progress inside a call after which the call fails (three times that in the first call, so that
-            compiling or a first allocation is no hang).
+        timeout: seconds without progress inside a call after which the call fails (three times that in the first call).
         latch: the process' failure latch.
     """
 
@@ -71,13 +78,14 @@ class Engine:
         self.in_call = False
         self.last_progress = 0.0
         self.last_action = "nothing yet"
+        self.patience = timeout
         self.running: Action | None = None
         self.scheduler: Scheduler | None = None
         self._owner = owner
         self._agreement = agreement
         self._clock = clock
         self._inbox: SimpleQueue = SimpleQueue()
-        self._departed: dict[int, float] = {}
+        self._departed: set[int] = set()
         self._first_call = True
 
     def post(self, event) -> None:
@@ -87,6 +95,7 @@ class Engine:
         self._inbox.put(event)
 
     def wake(self) -> None:
+        """There is news that no event carries. From any thread; never blocks."""
         self._inbox.put(Wake())
 
     # ------------------------------------------------------------------ one call
@@ -98,53 +107,74 @@ class Engine:
             PipelineError: a peer failed or was lost, or nothing moved for `timeout` seconds.
             BaseException: whatever an action raised here, after telling all peers.
         """
-        self.begin(scheduler, executor, announce=announce, forward_only=forward_only, microbatches=microbatches)
         try:
+            self.begin(scheduler, executor, announce=announce, forward_only=forward_only, microbatches=microbatches)
             while (wake_at := self.advance()) is not None:
                 self._wait(wake_at)
-            self.transport.flush(deadline=self._patience)
-        except BaseException as error:
+            self.end()
+        except PipelineError as error:
             self.fail(error)
+            raise
+        except BaseException as error:
+            # Invariant 9: the first failure wins. An action that fails after it (a collective without its peer) follows from it.
+            if not self.fail(error) and isinstance(error, Exception):
+                raise PipelineError(describe(self.latch.failure, self.latch.name)) from error
             raise
         finally:
             self.in_call = False
-        self.recorder.end_call(self._clock())
-        self._first_call = False
 
     def begin(self, scheduler: Scheduler, executor: Executor, *, announce: bool = False, forward_only: bool = False,
               microbatches: int = 0) -> None:
-        """Start a call without running it (tests drive it with `advance` under a virtual clock)."""
+        """Start a call without running it: `advance` it until that returns None, then `end` it."""
         self.latch.raise_if_set()
         self.call += 1
         self.scheduler = scheduler
         self._executor = executor
         self._announce = announce
-        self._arrivals: dict[tuple[Edge, int], Arrival] = {}
-        self._launched: deque[tuple[Action, float, int]] = deque()
+        self._arrivals: dict[tuple[Edge, int | None], Arrival] = {}
+        self._received: Counter[Edge] = Counter()
+        self._launched: deque[Launched] = deque()
         self._completions: dict[Action, Completion] = {}
-        self._waited_since: float | None = None
-        self._patience = self.timeout * (3 if self._first_call else 1)
-        now = self.last_progress = self._clock()
+        self._agreed: Action | None = None
+        self._waits: list[tuple[str | None, float]] = []
+        self.patience = self.timeout * (FIRST_CALL if self._first_call else 1)
+        now = self.last_progress = self._last_end = self._clock()
         self.in_call = True
         self.recorder.begin_call(self.call, microbatches=microbatches, forward_only=forward_only, now=now)
         self._agreement.begin(self.call)
         self.transport.begin(self.call)
 
     def advance(self) -> float | None:
-        """Do all that can be done without waiting. Returns when to ask again at the latest (clock time), or None if the call is done."""
+        """Do all that can be done without waiting.
+
+        Returns the clock time at which to come again at the latest, or None if every action has completed.
+        Raises PipelineError as `run` does.
+        """
         while True:
+            self.latch.raise_if_set()
             self._take_events()
             if self.scheduler.finished:
                 return None
-            if len(self._launched) >= self._executor.capacity:
-                return self._clock() + LONGEST_WAIT
-            decision = self.scheduler.choose(self._clock())
-            action = self._agreement.decide(decision.action)
-            if action is None:
-                self._check_departed()
-                latest = self._clock() + LONGEST_WAIT
-                return latest if decision.wake_at is None else min(decision.wake_at, latest)
-            self._launch(action)
+            decision = WAIT
+            if len(self._launched) < self._executor.capacity:
+                decision = self.scheduler.choose(self._clock())
+                if self._agreed is None:
+                    self._agreed = self._agreement.decide(decision.action)
+                if self._agreed is not None and self._may_launch(self._agreed, decision):
+                    action, self._agreed = self._agreed, None
+                    self._launch(action)
+                    continue
+            return self._until(decision)
+
+    def end(self) -> None:
+        """After the last action: wait until every message has left, and close the call's books."""
+        start = self._clock()
+        self._flush()
+        now = self._clock()
+        if now > start:
+            self.recorder.waited("send", start, now)
+        self.in_call = self._first_call = False
+        self.recorder.end_call(now)
 
     # ------------------------------------------------------------------ arrivals and completions
     def _take_events(self) -> None:
@@ -164,17 +194,18 @@ class Engine:
         if kind is Completion:
             self._completions[event.action] = event
             # Invariant 1: completions are taken in launch order, so that every lane carries the dispatch order.
-            while self._launched and (done := self._completions.pop(self._launched[0][0], None)) is not None:
+            while self._launched and (done := self._completions.pop(self._launched[0].action, None)) is not None:
                 self._complete(done)
         elif kind is Arrival:
             self._arrivals[event.edge, event.microbatch] = event
+            self._received[event.edge] += 1
             self.recorder.arrival(event.edge, event.microbatch, event.time)
             self._agreement.arrived(event.edge, event.microbatch)
         elif kind is Announcement:
             if event.call == self.call:
                 self.scheduler.announced(event.edge, event.microbatch, event.time, event.duration)
         elif kind is Departure:
-            self._departed[event.rank] = self._clock()
+            self._departed.add(event.rank)
         elif kind is Failure:
             self.latch.set(event)
             self.latch.raise_if_set()
@@ -182,17 +213,26 @@ class Engine:
     def _complete(self, done: Completion) -> None:
         action, start, in_flight = self._launched.popleft()
         scheduler = self.scheduler
-        scheduler.completed(action, done.time)
-        self.recorder.action(action, start, done.time, in_flight, self._executor.padded)
+        # What is launched ahead runs after what was launched before it: spans never overlap.
+        start = max(start, self._last_end)
+        end = self._last_end = max(start, done.time)
+        scheduler.completed(action, end)
+        self.recorder.action(action, start, end, in_flight, self._executor.padded)
         for edge in scheduler.task(action).sends:
             # Invariant 3: never blocks; what waits for a credit waits in the transport and is bounded by the in-flight limit.
             self.transport.send(edge, action.microbatch, done.outputs[edge])
-            self.recorder.sent(edge, action.microbatch, done.time)
-        self.last_progress = done.time
-        self.last_action = f"{action}, {done.time - start:.3f} s"
-        self.running = self._launched[0][0] if self._launched else None
+            self.recorder.sent(edge, action.microbatch, end)
+        self.last_progress = end
+        self.last_action = f"{action}, {end - start:.3f} s"
+        self.running = self._launched[0].action if self._launched else None
 
     # ------------------------------------------------------------------ dispatch
+    def _may_launch(self, action: Action, decision: Decision) -> bool:
+        """A member that follows may be behind: inputs not here yet, or its limits not free yet. They will be; the order stays."""
+        scheduler = self.scheduler
+        return action == decision.action or (
+            scheduler.is_ready(action) and scheduler.admits(scheduler.queue(action.stage, action.kind), action))
+
     def _launch(self, action: Action) -> None:
         scheduler, transport = self.scheduler, self.transport
         task = scheduler.task(action)
@@ -205,51 +245,89 @@ class Engine:
             for edge in task.sends:
                 transport.announce(edge, action.microbatch, duration)
         now = self._clock()
-        if self._waited_since is not None:
-            self.recorder.waited(_cause(action.kind), self._waited_since, now)
-            self._waited_since = None
+        self._record_waits(_cause(action.kind), now)
         scheduler.launched(action, now)
-        self._launched.append((action, now, scheduler.in_flight))
-        self.running = action
+        self._launched.append(Launched(action, now, scheduler.in_flight))
+        self.running = self._launched[0].action
         self.last_progress = now
         self.recorder.start_action(action)
         clock, inbox = self._clock, self._inbox
         self._executor.launch(task, inputs, lambda outputs: inbox.put(Completion(action, outputs, clock())))
 
-    # ------------------------------------------------------------------ waiting and failing
-    def _wait(self, wake_at: float) -> None:
-        """Wait for an event until `wake_at`. Raises PipelineError when nothing has moved for too long."""
-        start = self._clock()
-        if self._waited_since is None and not self._launched:
-            self._waited_since = start
-        try:
-            event = self._inbox.get(timeout=max(0.0, min(wake_at, self.last_progress + self._patience) - start))
-        except Empty:
-            if self._clock() - self.last_progress >= self._patience:
-                raise PipelineError(self.hang_report()) from None
-        else:
-            self._take(event)
-
-    def _check_departed(self) -> None:
-        """A rank that left in good order is a failure only if this call still needs it."""
-        if not self._departed:
-            return
+    # ------------------------------------------------------------------ waiting
+    def _until(self, decision: Decision) -> float:
+        """Nothing can be launched now. When to look again; raises PipelineError when that has been so for too long."""
         now = self._clock()
-        for edge in self.scheduler.lacking():
-            left = self._departed.get(self._owner(edge.source))
-            if left is not None and now - max(left, self.last_progress) > DEPARTURE_GRACE:
-                raise PipelineError(
-                    f"rank {self._owner(edge.source)} (stage {edge.source}) left before the end of call {self.call}: "
-                    f"{'; '.join(self.scheduler.explain())}"
-                )
+        if self._departed:
+            self._check_senders()
+        if now - self.last_progress >= self.patience:
+            raise PipelineError(self.hang_report())
+        if not self._launched:
+            reason = "agreement" if decision.action is not None else None if decision.wake_at is None else "announced"
+            if not self._waits or self._waits[-1][0] != reason:
+                self._waits.append((reason, now))
+        until = self.last_progress + self.patience
+        return until if decision.wake_at is None else min(until, decision.wake_at)
 
-    def fail(self, error: BaseException) -> None:
-        """Latch `error` as this rank's failure and tell all peers, unless a failure is known already (then they know too)."""
+    def _wait(self, wake_at: float) -> None:
+        try:
+            event = self._inbox.get(timeout=max(0.0, wake_at - self._clock()))
+        except Empty:
+            return
+        self._take(event)
+
+    def _record_waits(self, cause: str, now: float) -> None:
+        """Waits without a reason of their own were for the message that made the next action ready."""
+        for index, (reason, start) in enumerate(self._waits, start=1):
+            end = self._waits[index][1] if index < len(self._waits) else now
+            self.recorder.waited(reason or cause, start, end)
+        self._waits.clear()
+
+    def _flush(self) -> None:
+        looks = max(1, math.ceil(self.patience / LOOK))
+        for left in reversed(range(looks)):
+            until = self._clock() + self.patience / looks
+            try:
+                self.transport.flush(deadline=self.patience / looks)
+                return
+            except PipelineError as error:
+                given_up = self._clock() < until
+                if given_up:
+                    # By a failure, which is on its way to the latch.
+                    self.latch.set_event.wait(LOOK)
+                self.latch.raise_if_set()
+                self._take_events()
+                self._check_receivers()
+                if given_up or not left:
+                    raise PipelineError(f"{error}\n{self.hang_report()}") from None
+
+    # ------------------------------------------------------------------ failing
+    def _check_senders(self) -> None:
+        """A rank that left in good order is a failure only if this call still needs a message of it."""
+        # A goodbye comes after every message that its rank has sent, so what is not here now will never come.
+        expected = Counter(edge for task in self.scheduler.dependencies.tasks.values() for edge in task.arrivals)
+        for edge, count in expected.items():
+            if (rank := self._owner(edge.source)) in self._departed and self._received[edge] < count:
+                raise PipelineError(
+                    f"rank {rank} (stage {edge.source}) left before the end of call {self.call}: {count - self._received[edge]} messages "
+                    f"of edge {edge} will not come; {'; '.join(self.scheduler.explain())}")
+
+    def _check_receivers(self) -> None:
+        """Nor does a rank that left take anything more."""
+        for edge, end in self.transport.state().get("edges", {}).items():
+            if end["direction"] == "out" and end["waiting"] and end["peer"] in self._departed:
+                raise PipelineError(f"rank {end['peer']} left before the end of call {self.call}: {end['waiting']} messages of edge {edge} "
+                                    "cannot be delivered")
+
+    def fail(self, error: BaseException) -> bool:
+        """Latch `error` as this rank's failure and tell all peers. False if a failure is known already: then they know too."""
         where = str(self.running) if self.running is not None else f"call {self.call}"
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         failure = Failure(self.rank, where, text, "".join(traceback.format_exception(error)))
-        if self.latch.set(failure):
+        first = self.latch.set(failure)
+        if first:
             self.transport.abort(failure)
+        return first
 
     def hang_report(self) -> str:
         """What a person on call needs: last action, what is missing, credits, pending sends, and each peer's last sign of life."""
@@ -260,8 +338,15 @@ class Engine:
         if scheduler is not None:
             lines.append(f"  ready: {' '.join(map(str, scheduler.admissible())) or 'none'}; in flight {scheduler.in_flight}")
             lines += [f"  {line}" for line in scheduler.explain()]
-        for key, value in self.transport.state().items():
-            lines.append(f"  {key}: {value}")
+            if self._agreed is not None:
+                lines.append(f"  agreed, but not ready here: {self._agreed}")
+        state = self.transport.state()
+        for edge, end in state.get("edges", {}).items():
+            way, counts = ("to", "sent") if end["direction"] == "out" else ("from", "received")
+            lines.append(f"  edge {edge} {way} rank {end['peer']}: {end[counts]} {counts}, {end['waiting']} waiting, {end['credits']} credits")
+        for rank, ago in state.get("peers", {}).items():
+            left = " (has left)" if rank in self._departed else ""
+            lines.append(f"  rank {rank}{left}: last sign of life {ago:.1f} s ago")
         return "\n".join(lines)
 
 
