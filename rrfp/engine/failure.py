@@ -1,15 +1,20 @@
 """The first failure wins: it is latched once, and everybody asks the latch."""
 
 import threading
+from collections.abc import Callable
 
 from rrfp.comm.transport import Failure
 from rrfp.errors import PipelineError
 
 
 class FailureLatch:
-    """Holds the first `Failure` a process learns of. Thread-safe; later ones are ignored (they follow from the first)."""
+    """Holds the first `Failure` a process learns of. Thread-safe; later ones are ignored (they follow from the first).
 
-    def __init__(self):
+    name: how errors call a pipeline rank.
+    """
+
+    def __init__(self, *, name: Callable[[int], str] = "rank {}".format):
+        self.name = name
         self._lock = threading.Lock()
         self._failure: Failure | None = None
         self.set_event = threading.Event()
@@ -30,11 +35,12 @@ class FailureLatch:
     def raise_if_set(self) -> None:
         """Raises PipelineError that names rank, place and reason, with the remote traceback if there is one."""
         if self._failure is not None:
-            raise PipelineError(describe(self._failure))
+            raise PipelineError(describe(self._failure, self.name))
 
 
-def describe(failure: Failure) -> str:
-    """`rank 2 failed in 2F3: ValueError: ...`, followed by that rank's traceback."""
+def describe(failure: Failure, name: Callable[[int], str] = "rank {}".format) -> str:
+    """`rank 2 failed (2F3): ValueError: ...`, followed by that rank's traceback."""
+    who = name(failure.rank)
     verb = "was lost" if failure.lost else "failed"
-    text = f"rank {failure.rank} {verb} ({failure.where}): {failure.text}"
-    return f"{text}\n--- traceback of rank {failure.rank} ---\n{failure.traceback.rstrip()}" if failure.traceback else text
+    text = f"{who} {verb} ({failure.where}): {failure.text}"
+    return f"{text}\n--- traceback of {who} ---\n{failure.traceback.rstrip()}" if failure.traceback else text

@@ -121,7 +121,6 @@ def _run(runtime: Runtime, options: Options, context: StepContext, pp_group) -> 
         runtime.engine.run(scheduler, executor, announce=policy.announces, forward_only=context.forward_only,
                            microbatches=context.num_microbatches)
     except BaseException:
-        runtime.raised()
         executor.abandon()
         raise
     executor.finish()

@@ -39,6 +39,13 @@ def launch(argv: list[str]) -> int:
         runpy.run_path(script, run_name="__main__")
     except ConfigurationError as error:
         return _refuse(str(error))
+    except SystemExit as stop:
+        if stop.code not in (None, 0):
+            # No hook of the interpreter sees this one, and the others would wait.
+            from rrfp.megatron.runtime import tell_all
+
+            tell_all(stop)
+        raise
     return 0
 
 

@@ -5,14 +5,17 @@ loader workers, asynchronous checkpoints) inherits the object and must not use i
 """
 
 import atexit
+import functools
 import os
 import sys
-from collections.abc import Callable
+import traceback
 
 import torch
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from rrfp.comm.transport import Failure
+from rrfp.comm.transport import Departure, Failure
 from rrfp.comm.zmq_transport import ZmqTransport
+from rrfp.engine.failure import FailureLatch
 from rrfp.engine.loop import Engine
 from rrfp.engine.watchdog import Watcher, write_report
 from rrfp.errors import PipelineError
@@ -25,6 +28,8 @@ from rrfp.trace.recorder import Recorder
 
 OPEN_DEADLINE = 300.0
 CLOSE_DEADLINE = 10.0
+SETTLE = 1.0
+"""Seconds in which the news of a lost peer arrives after its first effects."""
 
 
 class Runtime:
@@ -47,6 +52,8 @@ class Runtime:
         self.padding = make_padding(options, stages=self.placement.stages)
         self.recorder = make_recorder(options, rank=rank, placement=self.placement)
         self.durations: dict[str, float] = {}
+        self._global_ranks = global_ranks
+        self._departed: set[int] = set()
         self._pid = os.getpid()
         self._closed = False
         tasks = chain(self.placement, rank, 1).tasks.values()
@@ -68,39 +75,61 @@ class Runtime:
             agreement=Solo(),
             recorder=self.recorder,
             timeout=options.timeout or 600.0,
+            latch=FailureLatch(name=self.name),
         )
-        self.transport.open(self.engine.post, deadline=OPEN_DEADLINE)
-        self.watcher = Watcher(self.engine, report=self._report)
-        _at_exit(self)
+        self.transport.open(self._post, deadline=OPEN_DEADLINE)
+        self.watcher = Watcher(self.engine, departed=self._departed, report=self._report)
 
-    def _report(self, text: str) -> None:
-        write_report(text, rank=self.rank, directory=self.options.trace)
+    def name(self, rank: int) -> str:
+        """A pipeline rank as errors call it: by its stages and its rank in the whole job."""
+        stages = self.placement.stages_of(rank)
+        return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))} (rank {self._global_ranks[rank]})"
 
-    def raised(self) -> None:
-        """The main thread is about to raise what the latch holds."""
-        failure = self.engine.latch.failure
-        if failure is not None:
-            self.watcher.raised(failure)
+    def _post(self, event) -> None:
+        if type(event) is Departure:
+            self._departed.add(event.rank)
+        self.engine.post(event)
 
-    def tell(self, error: BaseException, *, where: str) -> None:
+    def _report(self, text: str) -> str | None:
+        _record_for_torchrun(text)
+        return write_report(text, rank=self._global_ranks[self.rank], directory=self.options.trace)
+
+    def tell(self, error: BaseException) -> None:
         """An exception that ends this process outside the schedule: tell the others, so that none waits for it."""
-        failure = Failure(self.rank, where, f"{type(error).__name__}: {error}")
-        if os.getpid() == self._pid and not self._closed and self.engine.latch.set(failure):
+        if os.getpid() != self._pid or self._closed:
+            return
+        latch = self.engine.latch
+        # A collective that breaks because a peer died raises here at once; who died is told a moment later, and matters more.
+        if latch.set_event.wait(SETTLE):
+            return
+        text = f"{type(error).__name__}: {error}"
+        if self._departed:
+            text += f" (after {', '.join(map(self.name, sorted(self._departed)))} had left)"
+        failure = Failure(self.rank, "outside the schedule", text, "".join(traceback.format_exception(error)))
+        if latch.set(failure):
             self.transport.abort(failure)
 
-    def close(self) -> None:
-        """Say goodbye to the neighbours and join every thread. Safe to call twice; does nothing in a forked child."""
+    def close(self, *, exiting: bool = False) -> None:
+        """Say goodbye to the neighbours and join every thread. Safe to call twice; does nothing in a forked child.
+
+        exiting: the interpreter is shutting down; after a failure its end stays enforced.
+        """
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        self.watcher.close()
+        self.watcher.close(exiting=exiting)
         try:
             self.transport.close(deadline=CLOSE_DEADLINE)
         except PipelineError as error:
-            print(f"[rrfp] rank {self.rank}: {error}", file=sys.stderr, flush=True)
+            print(f"[rrfp] {self.name(self.rank)}: {error}", file=sys.stderr, flush=True)
         self.recorder.close()
         if self.padding is not None:
             print(f"[rrfp] rank {self.rank}: {self.padding.summary()}", flush=True)
+
+
+def _record_for_torchrun(text: str) -> None:
+    """Where torchrun looks for a worker's error (TORCHELASTIC_ERROR_FILE); its summary then shows it. Nothing without torchrun."""
+    get_error_handler().record_exception(PipelineError(text))
 
 
 def make_padding(options: Options, *, stages: int) -> Emulation | Injection | None:
@@ -128,29 +157,39 @@ def runtime_for(options: Options, pp_group: "torch.distributed.ProcessGroup") ->
     if key not in _runtimes:
         # Every opening has keys of its own: what an earlier one left in the store must not be taken for this one's.
         _openings[key] = _openings.get(key, 0) + 1
-        store = torch.distributed.PrefixStore(f"rrfp/{'-'.join(map(str, ranks))}/{_openings[key]}", torch.distributed.distributed_c10d._get_default_store())
+        prefix = f"rrfp/{'-'.join(map(str, ranks))}/{_openings[key]}"
+        store = torch.distributed.PrefixStore(prefix, torch.distributed.distributed_c10d._get_default_store())
         _runtimes[key] = Runtime(options, global_ranks=ranks, rank=pp_group.rank(), store=store)
+        _hook_exit()
     return _runtimes[key]
 
 
 def close_all() -> None:
-    """Close every runtime of this process."""
+    """Close every runtime of this process. It may go on without them, after a failure too."""
     for runtime in list(_runtimes.values()):
         runtime.close()
     _runtimes.clear()
 
 
-def _at_exit(runtime: Runtime) -> None:
-    if len(_runtimes) == 0 and not getattr(sys, "_rrfp_hooked", False):
-        sys._rrfp_hooked = True
-        atexit.register(close_all)
-        _tell_on_exception(sys.excepthook)
+def tell_all(error: BaseException) -> None:
+    """`error` ends this process: tell every pipeline that it is in."""
+    for runtime in list(_runtimes.values()):
+        runtime.tell(error)
 
 
-def _tell_on_exception(previous: Callable) -> None:
+def _at_exit() -> None:
+    for runtime in list(_runtimes.values()):
+        runtime.close(exiting=True)
+
+
+@functools.cache
+def _hook_exit() -> None:
+    """Once per process."""
+    previous = sys.excepthook
+
     def hook(kind, error, trace):
-        for runtime in _runtimes.values():
-            runtime.tell(error, where="outside the schedule")
+        tell_all(error)
         previous(kind, error, trace)
 
     sys.excepthook = hook
+    atexit.register(_at_exit)

@@ -1,0 +1,155 @@
+"""The watcher: one thread per process, from the moment the pipeline is connected to its closing.
+
+It sees what the rank loop cannot: a peer lost while this rank is in the optimizer, a checkpoint or a data loader, a peer that is
+stopped, and an action of this rank that never returns. It reads; it changes nothing of the engine's. On a failure it says so at
+once, on this rank, naming who failed, writes a report, and makes sure that the process ends: a rank that waits in a collective for
+a dead peer would wait for ever. Only closing the pipeline (`rrfp.uninstall()`) keeps a process alive after a failure.
+"""
+
+import faulthandler
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Container
+from pathlib import Path
+
+from rrfp.comm.transport import Failure
+from rrfp.engine.failure import FailureLatch, describe
+from rrfp.engine.loop import Engine
+
+TICK = 1.0
+GRACE = 15.0
+"""Seconds between a failure and the end of the process."""
+CULPRIT_SHARE = 0.8
+"""Share of the timeout that one action, or a peer's silence, may take. Below 1, so that the rank that is stuck, or its neighbour,
+speaks before those that merely wait for it."""
+
+
+class Watcher:
+    """Watches one engine.
+
+    Args:
+        engine: whose latch and progress to watch.
+        departed: pipeline ranks that have said goodbye; their silence means nothing.
+        report: writes a report somewhere that outlives the process; called once, with the text, from the watcher's thread. Returns
+            where it is, or None.
+        grace: seconds after a failure until the process is ended.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        departed: Container[int],
+        report: Callable[[str], str | None],
+        grace: float = GRACE,
+    ):
+        self._engine = engine
+        self._name = engine.latch.name
+        self._departed = departed
+        self._report = report
+        self._grace = grace
+        self._stop = threading.Event()
+        self._details = ""
+        self._armed = False
+        self._thread = threading.Thread(target=self._watch, name="rrfp-watcher", daemon=True)
+        self._thread.start()
+
+    def close(self, *, exiting: bool, deadline: float = 5.0) -> None:
+        """Stop and join the thread, which first tells of a failure that it has just learned of. Only in the process that made it.
+
+        exiting: the interpreter is shutting down. After a failure the end of the process then stays enforced, because destructors
+            of process groups may wait for a dead peer.
+        """
+        self._stop.set()
+        self._engine.latch.set_event.set()
+        self._thread.join(deadline)
+        if self._armed and not exiting:
+            faulthandler.cancel_dump_traceback_later()
+            self._armed = False
+
+    # ------------------------------------------------------------------ the thread
+    def _watch(self) -> None:
+        latch = self._engine.latch
+        last = time.monotonic()
+        while not latch.set_event.wait(TICK):
+            now = time.monotonic()
+            # A long tick means that this process itself was stopped: what it knows of the others is old.
+            if now - last < 3 * TICK:
+                self._look(now)
+            last = now
+        if latch.failure is not None:
+            self._arm()
+            self._tell(latch)
+
+    def _look(self, now: float) -> None:
+        """The loop's own deadline covers its waits. Here: an action that does not return, and peers that are silent."""
+        engine = self._engine
+        limit = CULPRIT_SHARE * (engine.patience if engine.in_call else 3 * engine.timeout)
+        running, idle = engine.running, now - engine.last_progress
+        if engine.in_call and running is not None and idle > limit:
+            self._fail(Failure(engine.rank, str(running), f"{running} has been running for {idle:.0f} s and does not return"))
+            return
+        for rank, silence in engine.transport.state()["peers"].items():
+            if silence > limit and rank not in self._departed:
+                # Heartbeats come from a thread of that process: whatever its main thread computes, they go on.
+                self._fail(Failure(rank, "heartbeat", f"no sign of life for {silence:.0f} s: stopped, or its machine hangs", lost=True))
+                return
+
+    def _fail(self, failure: Failure) -> None:
+        engine = self._engine
+        try:
+            hang = engine.hang_report()
+        except RuntimeError as error:  # the rank loop moves on while we read
+            hang = f"(no hang report: {error})"
+        details = f"{hang}\n{stacks()}"
+        if engine.latch.set(failure):
+            self._details = details
+            engine.transport.abort(failure._replace(traceback=details) if failure.rank == engine.rank else failure)
+
+    def _tell(self, latch: FailureLatch) -> None:
+        engine, failure = self._engine, latch.failure
+        me = f"[rrfp] {self._name(engine.rank)}"
+        doing = "outside the schedule" if not engine.in_call else f"in call {engine.call}, running {engine.running or 'nothing'}"
+        where = f"{me} was {doing}; last action: {engine.last_action}"
+        details = f"\n{self._details}" if self._details else ""
+        stamp = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {socket.gethostname()} process {os.getpid()}"
+        path = self._report(f"{me}: {describe(failure, self._name)}\n{where}\n{stamp}{details}")
+        if failure.rank == engine.rank and not details:
+            return  # the main thread raised it: its own traceback says all
+        # Inside a call the main thread raises the failure with the remote traceback: once is enough.
+        shown = failure._replace(traceback="") if engine.in_call else failure
+        wrote = f"\n{me}: report in {path}; this process ends within {self._grace:.0f} s" if path else ""
+        print(f"{me}: {describe(shown, self._name)}\n{where}{details}{wrote}", file=sys.stderr, flush=True)
+
+    def _arm(self) -> None:
+        # A C thread that needs no interpreter lock: it ends the process even from inside a collective or interpreter shutdown.
+        self._armed = True
+        faulthandler.dump_traceback_later(self._grace, exit=True, file=2)
+
+
+def stacks() -> str:
+    """Where every Python thread of this process is."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"--- thread {names.get(ident, ident)} ---\n{''.join(traceback.format_stack(frame)).rstrip()}"
+        for ident, frame in sys._current_frames().items()
+        if ident != threading.get_ident())
+
+
+def write_report(text: str, *, rank: int, directory: str | None) -> str | None:
+    """Write `text` to `rrfp-failure-rank<r>.txt` in $RRFP_REPORT_DIR, else `directory`, else the working directory. Returns the path.
+
+    Under torchrun the agent ends the survivors as soon as one rank is gone, and what they print may be lost: the file stays.
+    """
+    path = Path(os.environ.get("RRFP_REPORT_DIR") or directory or ".") / f"rrfp-failure-rank{rank}.txt"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    except OSError as error:
+        print(f"[rrfp] rank {rank}: could not write a failure report to {path}: {error}", file=sys.stderr, flush=True)
+        return None
+    return str(path)
