@@ -224,16 +224,19 @@ class Policy:
         strict = self.mode == "strict"
         rows = self.list_for(placement, microbatches, measured=measured) if strict else self._rows(placement, microbatches, measured or {})
         row = None if rows is None else _only(rows[rank], dependencies)
-        several = len(dependencies.stages) > 1
+        forwards = ()
+        if len(dependencies.stages) > 1 and not strict:
+            if self.order == "megatron":
+                forwards = lists.interleaved_forwards(dependencies.stages, microbatches, placement.ranks)
+            elif self.hint == "announced" and self.order == "microbatch" and _fits(self, placement, microbatches):
+                # Waiting for the head gains nothing if a forward of another chunk may take the slot that it waits for.
+                forwards = [action for action in lists.actions_of(row) if action.kind == "F"]
         limit, admission = limit_of(self.limit, placement, rank, microbatches), "reserve"
         if is_paper(self.limit) and not strict:
             admission = "paper"
-        elif strict or not several or self.order == "megatron":
-            # Known to fit: a list, or the order of forwards, was checked against the limits above.
+        elif strict or forwards or len(dependencies.stages) == 1:
+            # Known to fit: the list, or a list with this order of forwards, was checked against the limits of all ranks.
             limit, admission = self.limits(placement, microbatches)[rank], "plain"
-        forwards = ()
-        if self.order == "megatron" and several and not strict:
-            forwards = lists.interleaved_forwards(dependencies.stages, microbatches, placement.ranks)
         return Scheduler(
             dependencies,
             hints.Strict(row) if strict else self._hint(placement, rank, microbatches, row),
@@ -351,6 +354,14 @@ def _built_in(policy: Policy, placement: Placement, microbatches: int) -> list[h
     # Interleaved 1F1B as Megatron writes it needs its placement and its multiples of P. Elsewhere its positions only rank.
     ranked = [Scheduler(d, hints.Ranked(row), limit=max(limits[r], len(d.stages))) for r, (d, row) in enumerate(zip(pipeline, rows, strict=True))]
     return [lists.as_row(row) for row in drive(ranked, lambda action: UNIT_DURATIONS[action.kind]).rows]
+
+
+@lru_cache(maxsize=8)
+def _fits(policy: Policy, placement: Placement, microbatches: int) -> bool:
+    """Whether the hint's list runs within the limits of every rank."""
+    rows = _ready_rows(policy, placement, microbatches, policy._stamp)
+    needs = replay(rows, _pipeline(placement, microbatches, policy.split)).peak
+    return not is_paper(policy.limit) and all(n <= limit for n, limit in zip(needs, policy.limits(placement, microbatches), strict=True))
 
 
 @lru_cache(maxsize=8)
