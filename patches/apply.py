@@ -4,7 +4,7 @@
     python patches/apply.py DIR --check      only check
     python patches/apply.py DIR --reverse    take it out again
 
-Needs Python and git, nothing else; the checkout need not be a git repository. Either the whole patch is applied or nothing changes.
+Needs Python and git, nothing else; the checkout need not be a git repository. Either everything is applied or nothing changes.
 """
 
 import argparse
@@ -56,14 +56,17 @@ def touched(patch: Path) -> list[str]:
 
 
 def check(tree: Path, patch: Path, *, reverse: bool) -> None:
-    """Refuses unless the patch goes in (or, `reverse`, comes out) and leads back to the very same bytes. Changes nothing in `tree`."""
+    """Refuses unless the patch goes in (or, `reverse`, comes out) and leads back to the very same bytes. Changes nothing."""
     fits, complaint = _git(tree, patch, "--check", *["--reverse"] * reverse)
     if not fits:
         if _git(tree, patch, "--check", *["--reverse"] * (not reverse))[0]:
             raise Refused(f"{tree} is not patched" if reverse else f"{tree} is patched already: nothing to do")
-        raise Refused(f"{patch.name} does not fit {tree}: files differ from the release ({complaint}); start from a clean checkout")
+        raise Refused(
+            f"{patch.name} does not fit {tree}: files differ from the release ({complaint}); start from a clean checkout"
+        )
     if not reverse and (changed := _uncommitted(tree, touched(patch))):
-        raise Refused(f"{tree} has uncommitted changes in {', '.join(changed)}: commit or stash them first, so that the patch can be told apart")
+        names = ", ".join(changed)
+        raise Refused(f"{tree} has uncommitted changes in {names}: commit or stash them first, to tell the patch apart")
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         before = {name: (tree / name).read_bytes() for name in touched(patch)}
@@ -115,7 +118,7 @@ def _run(tree: Path, *arguments: str) -> subprocess.CompletedProcess:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], usage="python patches/apply.py DIR [--reverse | --check]")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], usage="%(prog)s DIR [--reverse | --check]")
     parser.add_argument("tree", type=Path, metavar="DIR", help="a Megatron-LM checkout")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--reverse", action="store_true", help="take the patch out again")

@@ -41,7 +41,8 @@ class Breakdown:
         """Part -> nanoseconds, in the order of reports: compute, F, B, agreement and other causes that occurred, runtime."""
         known = [cause for cause in CAUSES if cause in ("F", "B", "agreement") or cause in self.blocked]
         other = sorted(set(self.blocked) - set(CAUSES))
-        return {"compute": self.compute} | {cause: self.blocked.get(cause, 0) for cause in known + other} | {"runtime": self.runtime}
+        blocked = {cause: self.blocked.get(cause, 0) for cause in known + other}
+        return {"compute": self.compute} | blocked | {"runtime": self.runtime}
 
 
 def break_down(
@@ -83,7 +84,8 @@ def break_down(
         if span[0] < cursor or span[1] > end:
             if debug:
                 outside = span[1] > end or previous is None
-                raise ValueError(f"{span[2]} overlaps {'the edge of the call' if outside else previous}: call {call}, rank {rank}")
+                other = "the edge of the call" if outside else previous
+                raise ValueError(f"{span[2]} overlaps {other}: call {call}, rank {rank}")
             overlaps += 1
         return start, max(start, stop)
 
@@ -213,8 +215,8 @@ _TITLES = {"F": "wait F", "B": "wait B", "W": "wait W", "announced": "announced"
 
 
 def table(summary: Summary) -> str:
-    """Plain text: a row per rank, the mean, and the worst rank again; shares of the call's time in percent, each row summing to 100.0."""
-    columns = list(dict.fromkeys(part for each in summary.ranks.values() for part in each.parts() if part != "runtime")) + ["runtime"]
+    """Plain text: a row per rank, the mean, and the worst rank again; shares of the time in percent, each row summing to 100.0."""
+    columns = list(combine(summary.ranks.values()).parts())
     kinds = sorted({kind for each in summary.ranks.values() for kind in each.counts})
     emulated = summary.mean.emulated > 0
     head = ["rank", "s/call", "compute"] + ["emulated"] * emulated

@@ -47,8 +47,9 @@ def chrome_events(timeline: Timeline, *, calls: Iterable[int] | None = None) -> 
                 arguments = {"call": call.number, "microbatch": ran.action.microbatch, "in flight": ran.in_flight}
                 if ran.padded:
                     arguments["emulated ms"] = round(ran.padded * 1e3, 3)
-                events.append(_slice(str(ran.action), ran.action.kind, us(ran.start), us(ran.end), _STAGES, ran.action.stage, arguments))
-                events.append(_count(ran.action.stage, us(ran.start), ran.in_flight))
+                kind, stage, _ = ran.action
+                events.append(_slice(str(ran.action), kind, us(ran.start), us(ran.end), _STAGES, stage, arguments))
+                events.append(_count(stage, us(ran.start), ran.in_flight))
             events += [_count(stage, us(call.end), 0) for stage in sorted({ran.action.stage for ran in call.actions})]
         for source, destination, edge in arrows(ranks.values()):
             flows += 1
@@ -65,15 +66,16 @@ def write_chrome(timeline: Timeline, path: Path, *, calls: Iterable[int] | None 
     # Event by event: a long run's trace need not exist as one string.
     with open(path, "w") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-        file.writelines((",\n" if index else "") + json.dumps(event) for index, event in enumerate(chrome_events(timeline, calls=calls)))
+        for index, event in enumerate(chrome_events(timeline, calls=calls)):
+            file.write((",\n" if index else "") + json.dumps(event))
         file.write("\n]}\n")
 
 
 def arrows(calls) -> Iterable[tuple[Ran, Ran, object]]:
     """(producer, consumer, edge) for every message of one call, from what was sent and what arrived.
 
-    The producer is the last action of its microbatch at the edge's source that had ended when the message was sent, the consumer the
-    first one at its destination that started after it arrived: no knowledge of who neighbours whom, or of kinds.
+    The producer is the last action of its microbatch at the edge's source that had ended when the message was sent, the consumer
+    the first one at its destination that started after it arrived: no knowledge of who neighbours whom, or of kinds.
     """
     ran, sent, arrived = defaultdict(list), {}, {}
     for call in calls:

@@ -15,13 +15,14 @@ from rrfp.trace.picture import draw
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, 1 if the picture could not be drawn (the rest was written), 2 if nothing could be read."""
     parser = argparse.ArgumentParser(prog="rrfp trace", description=__doc__.split(": ", 1)[1])
-    parser.add_argument("directory", type=Path, nargs="+", metavar="DIR", help="what --rrfp-trace was given; several are compared")
-    parser.add_argument("--call", type=int, help="the call to draw and to export (default: draw the last complete one, export all)")
+    parser.add_argument("directory", type=Path, nargs="+", metavar="DIR", help="as given to --rrfp-trace; several are compared")
+    parser.add_argument("--call", type=int, help="the call to draw and export (default: draw the last complete one, export all)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: the first DIR)")
     parser.add_argument("--title", action="append", default=[], help="a run's name in the picture and table, in the order of DIR")
     options = parser.parse_args(argv)
     if len(options.title) > len(options.directory):
-        parser.error(f"--title was given {len(options.title)} times for {len(options.directory)} directories: give at most one for each")
+        given, wanted = len(options.title), len(options.directory)
+        parser.error(f"--title was given {given} times for {wanted} directories: give at most one for each")
     out = options.out or options.directory[0]
     titles = options.title + [path.resolve().name for path in options.directory[len(options.title):]]
     try:

@@ -30,7 +30,7 @@ class Waited(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A message over `edge` for `microbatch`, when it came in (at its destination) or was handed to the transport (at its source)."""
+    """A message over `edge` for `microbatch`, when it came in (at its destination) or was handed over (at its source)."""
 
     edge: Edge
     microbatch: int
@@ -131,7 +131,8 @@ def read(directory: Path, *, calls: Iterable[int] | None = None) -> Timeline:
         ConfigurationError: no trace there, a file that is not one, or two files that claim the same stage.
     """
     directory = Path(directory)
-    named = {int(match[1]): path for path in directory.glob("rank*.jsonl") if (match := re.fullmatch(r"rank(\d+)\.jsonl", path.name))}
+    matches = {path: re.fullmatch(r"rank(\d+)\.jsonl", path.name) for path in directory.glob("rank*.jsonl")}
+    named = {int(match[1]): path for path, match in matches.items() if match}
     if not named:
         raise ConfigurationError(f"{directory} holds no trace: no file rank*.jsonl in it; pass what --rrfp-trace was given")
     wanted = None if calls is None else set(calls)

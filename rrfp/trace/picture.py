@@ -85,7 +85,8 @@ def _font_size(calls: Sequence[Call], pixels: float, row: float) -> float | None
     """One size for all numbers: the largest at which nearly all fit, or None where the picture is better without."""
     bars = [((ran.end - ran.start) * pixels, str(ran.action.microbatch)) for call in calls for ran in call.actions]
     for size in (8.0, 7.5, 7.0, 6.5, 6.0, 5.5, 5.0):
-        if size <= row * 36 and sum(_fits(label, width, size) for width, label in bars) >= (0.85 if size > 5 else 0.6) * len(bars):
+        fitting = sum(_fits(label, width, size) for width, label in bars)
+        if size <= row * 36 and fitting >= (0.85 if size > 5 else 0.6) * len(bars):
             return size
     return None
 
@@ -130,7 +131,8 @@ def _panel(axes, timeline: Timeline, calls: dict[int, Call], span: float, scale:
     for at, start, width, pad, microbatch in notes:
         if size and microbatch is not None and _fits(str(microbatch), width * pixels, size):
             colour = "white" if pad < width / 2 else "#1d2b3a"
-            axes.text(start + width / 2, at, str(microbatch), ha="center", va="center_baseline", fontsize=size, color=colour, zorder=4)
+            axes.text(start + width / 2, at, str(microbatch), ha="center", va="center_baseline", fontsize=size, color=colour,
+                      zorder=4)
 
     axes.set_ylim(len(stages) - 0.45, -0.55)
     several = len(stages) > len(timeline.ranks)

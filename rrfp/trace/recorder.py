@@ -154,8 +154,8 @@ class Recorder:
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         except OSError:
             boot = ""
-        clock = {"monotonic": time.monotonic(), "wall": time.time(), "boot": boot, "host": socket.gethostname(), "pid": os.getpid()}
-        return {"rrfp_trace": 1} | self._header | clock
+        clock = {"monotonic": time.monotonic(), "wall": time.time(), "boot": boot}
+        return {"rrfp_trace": 1} | self._header | clock | {"host": socket.gethostname(), "pid": os.getpid()}
 
 
 def _nvtx():

@@ -62,5 +62,6 @@ def real_trees() -> list[Path]:
 
 def pytest_generate_tests(metafunc):
     if "real_tree" in metafunc.fixturenames:
-        none = pytest.param(None, marks=pytest.mark.skip(reason="MEGATRON_LM=DIR names no Megatron-LM checkout"), id="no-checkout")
+        skip = pytest.mark.skip(reason="MEGATRON_LM=DIR names no Megatron-LM checkout")
+        none = pytest.param(None, marks=skip, id="no-checkout")
         metafunc.parametrize("real_tree", [pytest.param(path, id=path.name) for path in real_trees()] or [none])

@@ -9,14 +9,17 @@ from rrfp.action import Action, Edge
 from rrfp.trace.recorder import Recorder
 
 
-def pipeline(directory, *, stages, microbatches, seed=0, ready=False, split=False, emulated=True, calls=(1, 2), clock=100.0, lost=None):
-    """Records `calls` of a pipeline with one stage per rank into `directory`, in 1F1B order or (`ready`) first come, first served.
+DURATIONS = {"F": 0.02, "B": 0.04, "I": 0.02, "W": 0.02}
+
+
+def pipeline(directory, *, stages, microbatches, seed=0, ready=False, split=False, emulated=True, calls=(1, 2), lost=None):
+    """Records `calls` of a pipeline with one stage per rank into `directory`, in 1F1B order or (`ready`) as inputs come.
 
     `split`: backward as I and W. `lost`: that rank is gone before its last call ends. Returns every Recorder.
     """
     draw = random.Random(seed)
     recorders = [Recorder(rank=s, stages=[s], directory=directory, ranks=stages, debug=True) for s in range(stages)]
-    now = clock
+    now = 100.0
     for call in calls:
         last_use = now
         arrived = {("F", 0, m): now for m in range(microbatches)}
@@ -46,7 +49,7 @@ def pipeline(directory, *, stages, microbatches, seed=0, ready=False, split=Fals
                         break
             start, index, s, kind, m = min(options)
             todo[s].pop(index)
-            duration = draw.uniform(0.7, 1.3) * {"F": 0.02, "B": 0.04, "I": 0.02, "W": 0.02}[kind] * (1 if draw.random() > 0.1 else 2)
+            duration = draw.uniform(0.7, 1.3) * DURATIONS[kind] * (1 if draw.random() > 0.1 else 2)
             end, record = start + duration, recorders[s]
             if start > free[s]:
                 events[s].append(("waited", "F" if kind == "F" else "B", free[s], start))

@@ -49,7 +49,11 @@ def test_adjacent_spans_are_never_an_overlap(lengths, origin):
 
 def test_what_goes_where():
     split = break_down(
-        [(Action("F", 0, 0), 1.0, 3.0, 1, 0.5), (Action("B", 0, 0), 6.0, 7.0, 2, 0.0)], [("B", 3.0, 5.5), ("agreement", 5.5, 6.0)], 0.5, 8.0, **CALL
+        [(Action("F", 0, 0), 1.0, 3.0, 1, 0.5), (Action("B", 0, 0), 6.0, 7.0, 2, 0.0)],
+        [("B", 3.0, 5.5), ("agreement", 5.5, 6.0)],
+        0.5,
+        8.0,
+        **CALL,
     )
     assert split.parts() == {"compute": 3 * 10**9, "F": 0, "B": 25 * 10**8, "agreement": 5 * 10**8, "runtime": 15 * 10**8}
     assert split.emulated == 5 * 10**8

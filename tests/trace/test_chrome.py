@@ -82,7 +82,8 @@ def test_counters_follow_what_was_in_flight(make):
     for event in chrome_events(timeline):
         if event["ph"] == "C":
             counts[event["name"]].append((event["ts"], event["args"]["in flight"]))
-    assert {name: max(value for _, value in series) for name, series in counts.items()} == {"stage 0": 3, "stage 1": 2, "stage 2": 1}
+    peaks = {name: max(value for _, value in series) for name, series in counts.items()}
+    assert peaks == {"stage 0": 3, "stage 1": 2, "stage 2": 1}
     assert all(max(series)[1] == 0 for series in counts.values())
 
 

@@ -65,7 +65,8 @@ def test_numbers_fit_their_bars(make, tmp_path, monkeypatch, stages, microbatche
     (axes,) = seen
     numbers = [text for text in axes.texts if text.get_text().isdigit()]
     assert bool(numbers) == (stages < 16)
-    ends = sorted((ran.action.stage, ran.start, ran.end, ran.action.microbatch) for c in timeline.of_call(2).values() for ran in c.actions)
+    ran = [one for call in timeline.of_call(2).values() for one in call.actions]
+    ends = sorted((one.action.stage, one.start, one.end, one.action.microbatch) for one in ran)
     zero = min(call.begin for call in timeline.of_call(2).values())
     unit = 1 if max(end for _, _, end, _ in ends) - zero >= 1 else 1e3
     for text in numbers:
