@@ -215,7 +215,7 @@ _TITLES = {"F": "wait F", "B": "wait B", "W": "wait W", "announced": "announced"
 
 
 def table(summary: Summary) -> str:
-    """Plain text: a row per rank, the mean, and the worst rank again; shares of the time in percent, each row summing to 100.0."""
+    """Plain text: a row per rank, the mean, the worst rank again; shares of the time in percent, each row summing to 100.0."""
     columns = list(combine(summary.ranks.values()).parts())
     kinds = sorted({kind for each in summary.ranks.values() for kind in each.counts})
     emulated = summary.mean.emulated > 0
