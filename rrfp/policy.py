@@ -342,7 +342,9 @@ def _built_in(policy: Policy, placement: Placement, microbatches: int) -> list[h
     if name == "announced":
         name = "1f1b"
         if policy.split and one_chunk:
-            name = "zb-h2" if _reaches("2p-1", policy, placement, microbatches) else "zb-h1"
+            # ZB-H2 is the better list only from M = 2P - 1 on, where it can fill its warm-up.
+            deep = microbatches >= 2 * placement.ranks - 1 and _reaches("2p-1", policy, placement, microbatches)
+            name = "zb-h2" if deep else "zb-h1"
         # More than eager 1F1B's memory makes no better list.
         limits = [min(limit, limit_of("eager", placement, rank, microbatches)) for rank, limit in enumerate(limits)]
     rows = lists.generate(name, placement, microbatches, limits, split=policy.split)

@@ -1,0 +1,187 @@
+"""The user's choice: limits, refusals, strict lists, hint files and registered hints."""
+
+import pytest
+
+from rrfp import policy as policy_module
+from rrfp.errors import ConfigurationError
+from rrfp.placement import Placement
+from rrfp.policy import Policy, register_hint
+from rrfp.scheduler.lists import actions_of, write
+from rrfp.simulate import drive
+
+UNIT = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+
+
+def run(policy, placement, microbatches, **options):
+    ranks = [policy.scheduler(placement, r, microbatches, **options) for r in range(placement.ranks)]
+    return drive(ranks, lambda action: UNIT[action.kind])
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    monkeypatch.setattr(policy_module, "_registered", {})
+    return register_hint
+
+
+@pytest.mark.parametrize("limit, expected", [
+    ("1f1b", [4, 3, 2, 1]), ("eager", [7, 5, 3, 1]), ("2p-1", [7] * 4), ("2p", [8] * 4), ("3", [3] * 4), ("99", [9] * 4), ("paper:5", [5] * 4),
+])
+def test_limits(limit, expected):
+    assert Policy(limit=limit).limits(Placement.looped(4), 9) == expected
+
+
+def test_limits_of_chunks():
+    placement = Placement.looped(4, 2)
+    # Megatron's interleaved warm-up 2(P - r - 1) + (C - 1)P, plus one.
+    assert Policy(limit="1f1b").limits(placement, 16) == [11, 9, 7, 5] == Policy(limit="eager").limits(placement, 16)
+    assert Policy(limit="paper:6").limits(placement, 16) == [8] * 4
+    assert Policy(limit="1f1b").limits(placement, 2) == [4, 4, 4, 4]
+
+
+def test_no_limit_exceeds_what_can_ever_be_in_flight():
+    assert Policy(limit="1f1b").limits(Placement.looped(4), 2) == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"hint": "nonsense"}, "--rrfp-hint nonsense: is neither a hint nor a file; use one of announced, bf,"),
+    ({"mode": "lazy"}, "--rrfp-mode lazy: must be one of ready, strict"),
+    ({"order": "reverse"}, "--rrfp-order reverse: must be one of microbatch, megatron, free"),
+    ({"limit": "0"}, "--rrfp-limit 0: must be one of 1f1b, eager, 2p-1, 2p, a number of at least 1, or paper:<number>"),
+    ({"limit": "paper:"}, "--rrfp-limit paper:: must be"),
+    ({"limit": "-3"}, "--rrfp-limit -3: must be"),
+    ({"lanes": 0}, "--rrfp-lanes 0: must be at least 1"),
+    ({"hint": "bfw"}, "--rrfp-hint bfw: needs the backward split into I and W"),
+    ({"hint": "zb-h1"}, "--rrfp-hint zb-h1: needs the backward split"),
+    ({"split": True, "max_pending_w": 0}, "max_pending_w 0: must be at least 1"),
+    ({"max_pending_w": 2}, "max_pending_w 2: .* with a split backward"),
+])
+def test_values_that_are_refused(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        Policy(**options)
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"hint": "gpipe"}, "--rrfp-hint gpipe: its list holds 8 activations at stage 0, but --rrfp-limit 1f1b allows 4;"),
+    ({"hint": "zb-h1", "split": True}, "zb-h1: its list holds 4 activations at stage 1, but --rrfp-limit 1f1b allows 3"),
+    ({"hint": "zb-h1", "split": True, "limit": "4", "max_pending_w": 2}, "zb-h1: its list leaves 3 weight gradients pending at stage 2"),
+])
+def test_strict_refuses_a_list_that_does_not_fit(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        Policy(mode="strict", **options).scheduler(Placement.looped(4), 0, 8)
+
+
+def test_the_same_lists_may_rank_in_ready_mode():
+    for options in ({"hint": "gpipe"}, {"hint": "zb-h1", "split": True}):
+        policy = Policy(**options)
+        assert run(policy, Placement.looped(4), 8).peak_in_flight <= policy.limits(Placement.looped(4), 8)
+
+
+@pytest.mark.parametrize("hint", ["bf", "fb", "b-first", "alt", "fill", "fill-alt", "announced", "1f1b"])
+def test_strict_obeys_what_the_rule_does_at_unit_durations(hint):
+    placement = Placement.looped(3)
+    ready, strict = run(Policy(hint=hint), placement, 5), run(Policy(hint=hint, mode="strict"), placement, 5)
+    assert strict.rows == ready.rows and strict.makespan == ready.makespan
+    assert strict.rows == [actions_of(row) for row in Policy(hint=hint, mode="strict").list_for(placement, 5)]
+
+
+def test_strict_is_1f1b_whatever_the_durations():
+    ranks = [Policy(hint="1f1b", mode="strict").scheduler(Placement.looped(2), r, 3) for r in range(2)]
+    result = drive(ranks, lambda action: 1.0 if action.stage else 7.0, lambda edge, action: 5.0)
+    assert " ".join(map(str, result.rows[0])) == "0F0 0F1 0B0 0F2 0B1 0B2"
+
+
+@pytest.mark.parametrize("mode", ["ready", "strict"])
+@pytest.mark.parametrize("hint", ["announced", "bf", "1f1b", "gpipe"])
+def test_forward_only_runs_the_forwards_of_any_list(hint, mode):
+    result = run(Policy(hint=hint, limit="9", mode=mode), Placement.looped(3), 4, forward_only=True)
+    assert [" ".join(map(str, row)) for row in result.rows] == [" ".join(f"{s}F{m}" for m in range(4)) for s in range(3)]
+    assert result.peak_in_flight == [0, 0, 0]
+
+
+def test_frozen_stages_run_forwards_only():
+    result = run(Policy(hint="1f1b", mode="strict"), Placement.looped(3), 3, first_trainable=1)
+    assert " ".join(map(str, result.rows[0])) == "0F0 0F1 0F2" and len(result.rows[1]) == 6
+
+
+def test_a_hint_file_ranks_and_can_be_obeyed(tmp_path):
+    file = tmp_path / "mine.csv"
+    file.write_text("0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1F1,1B0,1F2,1B1,1B2\n")
+    placement = Placement.looped(2)
+    assert " ".join(map(str, run(Policy(hint=str(file), limit="3", mode="strict"), placement, 3).rows[1])) == "1F0 1F1 1B0 1F2 1B1 1B2"
+    assert run(Policy(hint=str(file), limit="3"), placement, 3).peak_in_flight[0] == 3
+    with pytest.raises(ConfigurationError, match="rank 0, position 2: 0F2 is no action of this call"):
+        Policy(hint=str(file)).scheduler(placement, 0, 2)
+    with pytest.raises(ConfigurationError, match="has 2 rows for 3 ranks"):
+        Policy(hint=str(file)).scheduler(Placement.looped(3), 0, 3)
+
+
+def test_a_changed_hint_file_is_read_again(tmp_path):
+    file = tmp_path / "mine.csv"
+    file.write_text("0F0,0B0\n1F0,1B0\n")
+    policy = Policy(hint=str(file))
+    policy.scheduler(Placement.looped(2), 0, 1)
+    before = policy.scheduler(Placement.looped(2), 0, 1).digest
+    file.write_text("0F0,0B0\n1F0,1B0,1B0\n")
+    import os
+    os.utime(file, ns=(1, 1))
+    with pytest.raises(ConfigurationError, match="1B0 stands at position 1 already"):
+        policy.scheduler(Placement.looped(2), 0, 1)
+    assert before
+
+
+def test_a_list_out_of_microbatch_order_is_refused_only_in_strict_mode_with_that_order(tmp_path):
+    file = tmp_path / "odd.csv"
+    file.write_text("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n")
+    placement = Placement.looped(2)
+    with pytest.raises(ConfigurationError, match="rank 0, position 3: 0B0 after 0B1 leaves microbatch order"):
+        Policy(hint=str(file), limit="2", mode="strict").scheduler(placement, 0, 2)
+    rows = run(Policy(hint=str(file), limit="2", mode="strict", order="free"), placement, 2).rows
+    assert " ".join(map(str, rows[1])) == "1F0 1F1 1B1 1B0"
+    assert " ".join(map(str, run(Policy(hint=str(file), limit="2"), placement, 2).rows[1])) == "1F0 1F1 1B0 1B1"
+
+
+def test_megatron_order_keeps_the_order_of_forwards_across_chunks():
+    placement = Placement.looped(2, 2)
+    rows = run(Policy(hint="bf", order="megatron"), placement, 4).rows
+    assert " ".join(str(a) for a in rows[0] if a.kind == "F") == "0F0 0F1 2F0 2F1 0F2 0F3 2F2 2F3"
+    with pytest.raises(ConfigurationError, match="--rrfp-limit paper:9: finishes microbatches one by one, against --rrfp-order megatron"):
+        Policy(hint="bf", order="megatron", limit="paper:9").scheduler(placement, 0, 4)
+    with pytest.raises(ConfigurationError, match="gpipe: rank 0, forward 2: 0F2 where --rrfp-order megatron needs 2F0"):
+        Policy(hint="gpipe", order="megatron", limit="8", mode="strict").scheduler(placement, 0, 4)
+
+
+def test_a_registered_hint_sees_its_context_and_may_change(registered):
+    contexts = []
+
+    def by_measurement(context):
+        contexts.append(context)
+        gpipe = context.measured.get(("F", 0), 0.0) > 1.0
+        orders = ("F0 F1 B0 B1", "F0 F1 B0 B1") if gpipe else ("F0 F1 B0 B1", "F0 B0 F1 B1")
+        return [[f"{stage}{token}" for token in order.split()] for stage, order in enumerate(orders)]
+
+    registered("mine", by_measurement)
+    policy, placement = Policy(hint="mine", limit="2", mode="strict"), Placement.looped(2)
+    assert policy.adapts and not policy.announces
+    before = policy.scheduler(placement, 1, 2)
+    after = policy.scheduler(placement, 1, 2, measured={("F", 0): 2.0})
+    assert before.digest != after.digest
+    assert before.digest == policy.scheduler(placement, 0, 2).digest, "equal on every rank"
+    assert (contexts[0].microbatches, contexts[0].limits, contexts[0].split, contexts[1].measured) == (2, (2, 2), False, {("F", 0): 2.0})
+
+
+def test_a_registered_hint_is_validated(registered):
+    registered("short", lambda context: [["0F0"], ["1F0", "1B0"]])
+    with pytest.raises(ConfigurationError, match="--rrfp-hint short: rank 0, position 1: the row ends without 0B0"):
+        Policy(hint="short").scheduler(Placement.looped(2), 0, 1)
+    registered("garbage", lambda context: [["0F0", "0B0"], [7]])
+    with pytest.raises(ConfigurationError, match="--rrfp-hint garbage: its function's row 1 is no list of actions"):
+        Policy(hint="garbage").scheduler(Placement.looped(2), 0, 1)
+    with pytest.raises(ConfigurationError, match="register_hint bf: is a built-in hint"):
+        register_hint("bf", lambda context: [])
+
+
+def test_a_printed_list_can_be_read_back_as_a_hint(tmp_path):
+    placement, file = Placement.looped(3), tmp_path / "list.csv"
+    rows = Policy(hint="alt", mode="strict").list_for(placement, 4)
+    write(rows, file)
+    assert Policy(hint=str(file), mode="strict").list_for(placement, 4) == rows
