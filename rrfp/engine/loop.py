@@ -280,7 +280,8 @@ class Engine:
         """Waits without a reason of their own were for the message that made the next action ready."""
         for index, (reason, start) in enumerate(self._waits, start=1):
             end = self._waits[index][1] if index < len(self._waits) else now
-            self.recorder.waited(reason or cause, start, end)
+            if end > start:
+                self.recorder.waited(reason or cause, start, end)
         self._waits.clear()
 
     def _flush(self) -> None:
@@ -291,14 +292,15 @@ class Engine:
                 self.transport.flush(deadline=self.patience / looks)
                 return
             except PipelineError as error:
-                given_up = self._clock() < until
-                if given_up:
-                    # By a failure, which is on its way to the latch.
-                    self.latch.set_event.wait(LOOK)
+                interrupted = self._clock() < until
                 self.latch.raise_if_set()
                 self._take_events()
                 self._check_receivers()
-                if given_up or not left:
+                if interrupted:
+                    # By a failure that is on its way to the latch.
+                    self.latch.set_event.wait(LOOK)
+                    self.latch.raise_if_set()
+                if interrupted or not left:
                     raise PipelineError(f"{error}\n{self.hang_report()}") from None
 
     # ------------------------------------------------------------------ failing

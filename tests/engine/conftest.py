@@ -90,18 +90,20 @@ class VirtualExecutor:
 
 @dataclass(frozen=True)
 class Call:
-    """schedulers: a fresh one for a rank. The rest is what `Engine.begin` takes."""
+    """schedulers: a fresh one for a rank. limits: what each rank was promised to hold at most. The rest is `Engine.begin`'s."""
 
     schedulers: Callable[[int], Scheduler]
     announce: bool = False
     forward_only: bool = False
     microbatches: int = 0
+    limits: tuple[int, ...] | None = None
 
     @classmethod
     def chain(cls, placement, microbatches: int, policy: Policy | None = None, *, forward_only: bool = False) -> "Call":
         policy = policy or Policy()
         return cls(lambda rank: policy.scheduler(placement, rank, microbatches, forward_only=forward_only),
-                   announce=policy.announces, forward_only=forward_only, microbatches=microbatches)
+                   announce=policy.announces, forward_only=forward_only, microbatches=microbatches,
+                   limits=tuple(policy.limits(placement, microbatches)))
 
 
 @dataclass
@@ -113,6 +115,7 @@ class Member:
     engine: Engine
     executors: list[VirtualExecutor] = field(default_factory=list)
     schedulers: list[Scheduler] = field(default_factory=list)
+    limits: list[int] = field(default_factory=list)
     arrived: dict[tuple[int, Edge, int], list[int]] = field(default_factory=lambda: defaultdict(list))
     """(call, edge, lane) -> microbatches in the order of arrival."""
     most_waiting: Counter = field(default_factory=Counter)
@@ -169,8 +172,11 @@ class Cluster:
         self.capacity, self.credits, self.lanes, self.owner = capacity, credits, lanes, dict(owner)
         self._duration, self._executor = duration, executor
         self.edges = sorted(set(edges))
+        # A rank without edges has no transport; a pipeline of one gets a neighbour that never says anything.
+        silent = 1 + max(owner)
+        links = {"owner": owner, "edges": self.edges} if self.edges else {"owner": {**owner, silent: -1}, "edges": [Edge(0, silent)]}
         self.networks = [
-            ScriptedNetwork(owner, self.edges, clock=self.clock, credits=credits, lanes=lanes,
+            ScriptedNetwork(**links, clock=self.clock, credits=credits, lanes=lanes,
                             delays=lambda edge, microbatch, member=member: delay(edge, microbatch, member), **network)
             for member in range(members)
         ]
@@ -258,6 +264,7 @@ class Cluster:
                                   release=member.engine.transport.release, capacity=self.capacity)
         member.executors.append(executor)
         member.schedulers.append(call.schedulers(member.rank))
+        member.limits.append(call.limits[member.rank] if call.limits else member.schedulers[-1].limit)
         member.running = True
         member.engine.begin(member.schedulers[-1], executor, announce=call.announce, forward_only=call.forward_only,
                             microbatches=call.microbatches)
@@ -271,7 +278,7 @@ class Cluster:
                 tasks = scheduler.dependencies.tasks
                 assert sorted(map(str, executor.order)) == sorted(map(str, tasks)), f"rank {member.rank}"
                 assert executor.held == 0
-                assert max(executor.peak, scheduler.peak_in_flight) <= scheduler.limit
+                assert max(executor.peak, scheduler.peak_in_flight) <= member.limits[call]
                 for action, task in tasks.items():
                     for before in task.after:
                         assert executor.ended[before] <= dict(executor.log)[action]
