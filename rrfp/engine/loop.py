@@ -112,13 +112,10 @@ class Engine:
             while (wake_at := self.advance()) is not None:
                 self._wait(wake_at)
             self.end()
-        except PipelineError as error:
-            self.fail(error)
-            raise
         except BaseException as error:
             # Invariant 9: the first failure wins. An action that fails after it (a collective without its peer) follows from it.
-            if not self.fail(error) and isinstance(error, Exception):
-                raise PipelineError(describe(self.latch.failure, self.latch.name)) from error
+            if not self.fail(error) and isinstance(error, Exception) and not isinstance(error, PipelineError):
+                self.latch.raise_if_set()
             raise
         finally:
             self.in_call = False

@@ -288,7 +288,7 @@ class Cluster:
             assert [executor.order for executor in member.executors] == [executor.order for executor in first.executors]
             for edge, end in member.engine.transport.state()["edges"].items():
                 assert end["credits"] == self.credits and end["waiting"] == 0, f"edge {edge}: {end}"
-            assert all(waiting <= self.credits for waiting in member.most_waiting.values())
+            assert all(waiting <= self.credits for waiting in member.most_waiting.values()), "more waiting than credits"
         for network in self.networks:
             for link in network.links.values():
                 assert link.outstanding == 0
