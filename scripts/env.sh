@@ -30,8 +30,8 @@ rrfp_install() { # $1: log file, the rest: arguments of pip install
         return 0
     elif grep -q "No space left on device" "$log"; then
         rrfp_say "the disk is full: torch and its libraries need about $RRFP_DISK_GB GB in $RRFP_ROOT/.venv (and TMPDIR while installing)"
-    elif grep -qE "NewConnectionError|Temporary failure|Network is unreachable|Connection (refused|reset)|timed out|ProxyError" "$log"; then
-        rrfp_say "the package index can't be reached: check the network, or pip's index and proxy settings (pip config list)"
+    elif grep -qE "NewConnectionError|Temporary failure|Network is unreachable|Connection (refused|reset)|timed out|ProxyError|from versions: none" "$log"; then
+        rrfp_say "the package index can't be reached, or lacks a package: check the network, or pip's index and proxy settings (pip config list)"
     else
         tail -n 5 "$log" >&2
         rrfp_say "pip install $* failed; the whole output is in $log"
