@@ -55,6 +55,8 @@ class Watcher:
         self._stop = threading.Event()
         self._details = ""
         self._armed = False
+        self.told = threading.Event()
+        """Everything that there is to say has been said."""
         self._thread = threading.Thread(target=self._watch, name="rrfp-watcher", daemon=True)
         self._thread.start()
 
@@ -84,6 +86,7 @@ class Watcher:
         if latch.failure is not None:
             self._arm()
             self._tell(latch)
+        self.told.set()
 
     def _look(self, now: float) -> None:
         """The loop's own deadline covers its waits. Here: an action that does not return, and peers that are silent."""
@@ -113,17 +116,18 @@ class Watcher:
     def _tell(self, latch: FailureLatch) -> None:
         engine, failure = self._engine, latch.failure
         me = f"[rrfp] {self._name(engine.rank)}"
-        doing = "outside the schedule" if not engine.in_call else f"in call {engine.call}, running {engine.running or 'nothing'}"
-        where = f"{me} was {doing}; last action: {engine.last_action}"
-        details = f"\n{self._details}" if self._details else ""
-        stamp = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {socket.gethostname()} process {os.getpid()}"
-        path = self._report(f"{me}: {describe(failure, self._name)}\n{where}\n{stamp}{details}")
-        if failure.rank == engine.rank and not details:
+        lines = [f"{me}: {describe(failure, self._name)}",
+                 f"{me} in call {engine.call}: running {engine.running or 'nothing'}, last action {engine.last_action}"]
+        lines += [self._details] if self._details else []
+        stamp = f"{time.strftime('%Y-%m-%d %H:%M:%S')}, {socket.gethostname()}, process {os.getpid()}"
+        path = self._report("\n".join([stamp, *lines]))
+        if failure.rank == engine.rank and not self._details:
             return  # the main thread raised it: its own traceback says all
-        # Inside a call the main thread raises the failure with the remote traceback: once is enough.
-        shown = failure._replace(traceback="") if engine.in_call else failure
-        wrote = f"\n{me}: report in {path}; this process ends within {self._grace:.0f} s" if path else ""
-        print(f"{me}: {describe(shown, self._name)}\n{where}{details}{wrote}", file=sys.stderr, flush=True)
+        if engine.in_call:
+            # The main thread will raise the failure with the remote traceback: once is enough.
+            lines[0] = f"{me}: {describe(failure._replace(traceback=''), self._name)}"
+        lines.append(f"{me}: {f'report in {path}; ' if path else ''}this process ends within {self._grace:.0f} s")
+        print("\n".join(lines), file=sys.stderr, flush=True)
 
     def _arm(self) -> None:
         # A C thread that needs no interpreter lock: it ends the process even from inside a collective or interpreter shutdown.

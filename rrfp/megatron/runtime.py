@@ -95,19 +95,19 @@ class Runtime:
         return write_report(text, rank=self._global_ranks[self.rank], directory=self.options.trace)
 
     def tell(self, error: BaseException) -> None:
-        """An exception that ends this process outside the schedule: tell the others, so that none waits for it."""
+        """`error` ends this process: tell the others, so that none waits for it. Returns when the watcher has said its own."""
         if os.getpid() != self._pid or self._closed:
             return
         latch = self.engine.latch
         # A collective that breaks because a peer died raises here at once; who died is told a moment later, and matters more.
-        if latch.set_event.wait(SETTLE):
-            return
-        text = f"{type(error).__name__}: {error}"
-        if self._departed:
-            text += f" (after {', '.join(map(self.name, sorted(self._departed)))} had left)"
-        failure = Failure(self.rank, "outside the schedule", text, "".join(traceback.format_exception(error)))
-        if latch.set(failure):
-            self.transport.abort(failure)
+        if not latch.set_event.wait(SETTLE):
+            text = f"{type(error).__name__}: {error}"
+            if self._departed:
+                text += f" (after {', '.join(map(self.name, sorted(self._departed)))} had left)"
+            failure = Failure(self.rank, "outside the schedule", text, "".join(traceback.format_exception(error)))
+            if latch.set(failure):
+                self.transport.abort(failure)
+        self.watcher.told.wait(SETTLE)
 
     def close(self, *, exiting: bool = False) -> None:
         """Say goodbye to the neighbours and join every thread. Safe to call twice; does nothing in a forked child.

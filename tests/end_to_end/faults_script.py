@@ -5,6 +5,7 @@ one clock for all processes of a machine) is written to the file `mark`.
 """
 
 import functools
+import gc
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
@@ -117,11 +119,11 @@ def descriptors():
     return found
 
 
-def leftovers(before_opening, shared):
+def leftovers(opened, shared):
     """Threads of ours, descriptors opened with the pipeline that are still open, shared memory."""
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("rrfp")]
     now = descriptors()
-    files = [f"{fd} {path}" for fd, path in now.items() if path == before_opening.get(fd) or "memfd:rrfp" in path]
+    files = [f"{fd} {path}" for fd, path in now.items() if path == opened.get(fd) or "memfd:rrfp" in path]
     memory = [name for name in os.listdir("/dev/shm") if name not in shared and (str(os.getpid()) in name or "rrfp" in name)]
     return threads + files + memory
 
@@ -150,15 +152,17 @@ def main():
     if not fault.get("close"):
         runpy.run_path(str(SCRIPT), run_name="__main__")
         return
-    opened, shared = watch_opening(), os.listdir("/dev/shm")
+    opened, shared, error = watch_opening(), os.listdir("/dev/shm"), None
     try:
         runpy.run_path(str(SCRIPT), run_name="__main__")
-    finally:
-        from rrfp.megatron import runtime
+    except BaseException:
+        error = traceback.format_exc()
+    from rrfp.megatron import runtime
 
-        assert opened and any(thread.name == "rrfp-watcher" for thread in threading.enumerate())
-        runtime.close_all()
-        print(f"leftovers: {leftovers(opened, shared) or 'none'}", file=sys.stderr, flush=True)
+    runtime.close_all()
+    gc.collect()  # what the exception's frames held
+    print(f"opened {len(opened)} descriptors; leftovers: {leftovers(opened, shared) or 'none'}\n{error}", file=sys.stderr, flush=True)
+    sys.exit(0 if error is None else 1)
 
 
 if __name__ == "__main__":
