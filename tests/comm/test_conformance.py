@@ -210,8 +210,15 @@ def test_a_payload_without_bytes(network, kind, payload):
         assert all((mine.data is None) == (theirs.data is None) for mine, theirs in zip(payload, arrival.payload, strict=True))
 
 
-@pytest.mark.parametrize("wrong", [Part("float32", (3,), np.zeros(8, np.uint8)), Part("float7", (8,), np.zeros(8, np.uint8)),
-                                   Part("float32", (2,), np.zeros(2, np.float32)), Part("uint8", (4,), np.zeros(8, np.uint8)[::2])])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Part("float32", (3,), np.zeros(8, np.uint8)),
+        Part("float7", (8,), np.zeros(8, np.uint8)),
+        Part("float32", (2,), np.zeros(2, np.float32)),
+        Part("uint8", (4,), np.zeros(8, np.uint8)[::2]),
+    ],
+)
 def test_a_part_that_is_not_what_it_says_is_refused(network, kind, wrong):
     net = network(kind, *PAIR)
     net.begin()
@@ -227,7 +234,8 @@ def test_sizes_and_counts_change_from_call_to_call(network, kind, seed):
         count = rng.randint(1, 12)
         sizes = [rng.choice([0, 1, 63, 64, 65, 4097, rng.randint(1, 300_000)]) for _ in range(count)]
         for microbatch, size in enumerate(sizes):
-            net[0].send(EDGE, microbatch, (Part("uint8", (size,), np.full(size, microbatch + call, np.uint8)),) * rng.randint(1, 3))
+            part = Part("uint8", (size,), np.full(size, microbatch + call, np.uint8))
+            net[0].send(EDGE, microbatch, (part,) * rng.randint(1, 3))
             net[1].send(BACK, microbatch, (Part("uint8", (1,), np.full(1, microbatch, np.uint8)),))
         for arrival, size in zip(net.take(1, count), sizes, strict=True):
             assert arrival.call == call

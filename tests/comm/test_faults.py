@@ -34,9 +34,11 @@ def wire(network, request):
     net.settle(lambda: net[0].state()["edges"]["0>1"]["credits"] == 4)
     outlet = net[0]._links.outlets[EDGE]
     good = Header(Kind.DATA, INLINE, 0, EDGE, 1, 0, 2, outlet.credits[0].slot, 3, 1)
-    net.put = lambda header=good, body=encode_parts((PART,)), data=(b"abc",), frame=None, **changes: outlet.sockets[0].send_multipart(
-        [frame or encode(header._replace(**changes), body), *data]
-    )
+
+    def put(header=good, body=encode_parts((PART,)), data=(b"abc",), frame=None, **changes):
+        outlet.sockets[0].send_multipart([frame or encode(header._replace(**changes), body), *data])
+
+    net.put = put
     return net
 
 
