@@ -114,4 +114,5 @@ class Transport(Protocol):
         """Say goodbye, join every thread, free every buffer. Safe to call twice and after a failure."""
 
     def state(self) -> dict:
-        """For a hang report: per edge the credits, messages sent, received and waiting, and each peer's last sign of life in seconds ago."""
+        """For a hang report: "call"; "edges", per edge credits and messages sent, received, waiting; "peers", rank -> seconds
+        since its last sign of life."""

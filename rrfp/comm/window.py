@@ -9,8 +9,8 @@ from rrfp.errors import PipelineError
 class CallWindow:
     """Posts what belongs to the current call, keeps what belongs to later ones. Not thread-safe: its owner locks.
 
-    ahead: how many calls a sender may be ahead. It sends at least one message of every edge in each call, so that is its credits: a
-    first stage that only runs forwards (evaluation, one microbatch per call) gets so far before anything holds it.
+    ahead: how many calls a sender may be ahead. It sends at least one message of every edge in each call, so that is its
+    credits: a first stage that only runs forwards (evaluation, one microbatch per call) gets so far before anything holds it.
     """
 
     def __init__(self, *, ahead: int = 1):
