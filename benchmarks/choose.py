@@ -2,8 +2,8 @@
 
     python benchmarks/choose.py [--microbatches 4096] [--repeat 2000]
 
-The middle stage of three, split for every hint that needs it; all activations and half of the gradients are there, and half of the
-microbatches have gone forward, so that both directions (and W, when split) have thousands of candidates.
+The middle stage of three, split for every hint that needs it. All activations and half of the gradients are there, and half of
+the microbatches have gone forward, so that both directions have thousands of candidates.
 """
 
 import argparse

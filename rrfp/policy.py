@@ -9,13 +9,12 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
-from rrfp.action import Action
 from rrfp.errors import ConfigurationError
 from rrfp.placement import Placement
 from rrfp.scheduler import hints, lists
 from rrfp.scheduler.arbiter import Scheduler
 from rrfp.scheduler.dependencies import Dependencies, chain
-from rrfp.scheduler.limits import check_limit, interleaved_warm_up, is_paper, limit_of
+from rrfp.scheduler.limits import check_limit, is_paper, limit_of
 from rrfp.scheduler.validate import check_forward_order, check_microbatch_order, check_rows, replay
 from rrfp.simulate.clock import drive
 
@@ -47,8 +46,8 @@ def register_hint(name: str, fn: HintFunction) -> None:
 
     Args:
         name: not a built-in's.
-        fn: takes a `HintContext`, returns one row per rank: actions, tokens like `2F0`, or tuples of them (ties). It is asked anew
-            for every call and must give the same rows on every rank; `Scheduler.digest` lets the ranks compare.
+        fn: takes a `HintContext`, returns one row per rank: actions, tokens like `2F0`, or tuples of them (ties). It is asked
+            anew for every call and must give the same rows on every rank; `Scheduler.digest` lets the ranks compare.
 
     Raises:
         ConfigurationError: if the name is taken by a built-in.
@@ -64,8 +63,8 @@ class Policy:
 
     Args:
         hint: --rrfp-hint, a rule, a list, a registered name, or a CSV file.
-        mode: --rrfp-mode, "ready": the hint ranks what is ready. "strict": its list is obeyed (for a rule: the list that it yields
-            at unit durations, F=1, B=2, I=W=1; for `announced`: the list that it waits over).
+        mode: --rrfp-mode, "ready": the hint ranks what is ready. "strict": its list is obeyed (for a rule: the list that it
+            yields at unit durations, F=1, B=2, I=W=1; for `announced`: the list that it waits over).
         limit: --rrfp-limit, activations in flight per rank.
         order: --rrfp-order, "microbatch", "megatron" or "free".
         lanes: --rrfp-lanes, FIFO lanes per edge.
@@ -92,11 +91,14 @@ class Policy:
             raise ConfigurationError(f"--rrfp-lanes {self.lanes}: must be at least 1; use 1 for one FIFO per edge")
         if not (self.hint in RULES or self.hint in lists.LISTS or self.hint in _registered or Path(self.hint).is_file()):
             names = ", ".join((*RULES, *lists.LISTS, *_registered))
-            raise ConfigurationError(f"--rrfp-hint {self.hint}: is neither a hint nor a file; use one of {names}, or a CSV file's path")
+            raise ConfigurationError(
+                f"--rrfp-hint {self.hint}: is neither a hint nor a file; use one of {names}, or a CSV file's path")
         if self.hint in SPLIT_ONLY and not self.split:
-            raise ConfigurationError(f"--rrfp-hint {self.hint}: needs the backward split into I and W; split it, or use fill-alt or 1f1b")
+            raise ConfigurationError(
+                f"--rrfp-hint {self.hint}: needs the backward split into I and W; split it, or use fill-alt or 1f1b")
         if self.max_pending_w is not None and (not self.split or self.max_pending_w < 1):
-            raise ConfigurationError(f"max_pending_w {self.max_pending_w}: must be at least 1, with a split backward; use None for no bound")
+            raise ConfigurationError(
+                f"max_pending_w {self.max_pending_w}: must be at least 1, with a split backward; use None for no bound")
 
     @property
     def announces(self) -> bool:
@@ -130,8 +132,9 @@ class Policy:
         elif not is_paper(self.limit) and self.mode == "ready":
             for rank, limit in enumerate(self.limits(placement, microbatches)):
                 if limit < (chunks := len(placement.stages_of(rank))):
-                    raise ConfigurationError(f"--rrfp-limit {self.limit}: rank {rank} holds {chunks} chunks and {limit} activations, which"
-                                             f" deadlocks; use at least {chunks}")
+                    raise ConfigurationError(
+                        f"--rrfp-limit {self.limit}: rank {rank} holds {chunks} chunks and {limit} activations, which deadlocks;"
+                        f" use at least {chunks}")
 
     # -- lists ---------------------------------------------------------------------------------------------------------
 
@@ -156,16 +159,20 @@ class Policy:
             check_forward_order(rows, placement, microbatches, source=source)
         outcome = replay(rows, _pipeline(placement, microbatches, self.split))
         for rank, (need, limit) in enumerate(zip(outcome.peak, self.limits(placement, microbatches), strict=True)):
+            stage, pending = placement.stages_of(rank)[0], outcome.peak_pending[rank]
             if need > limit:
-                stage = placement.stages_of(rank)[0]
-                raise ConfigurationError(f"{source}: its list holds {need} activations at stage {stage}, but --rrfp-limit {self.limit} allows"
-                                         f" {limit}; use --rrfp-limit {need} or --rrfp-mode ready")
-            if self.max_pending_w is not None and outcome.peak_pending[rank] > self.max_pending_w:
-                raise ConfigurationError(f"{source}: its list leaves {outcome.peak_pending[rank]} weight gradients pending at stage"
-                                         f" {placement.stages_of(rank)[0]}, above the bound of {self.max_pending_w}; raise the bound")
+                raise ConfigurationError(
+                    f"{source}: its list holds {need} activations at stage {stage}, but --rrfp-limit {self.limit} allows {limit};"
+                    f" use --rrfp-limit {need} or --rrfp-mode ready")
+            if self.max_pending_w is not None and pending > self.max_pending_w:
+                raise ConfigurationError(
+                    f"{source}: its list leaves {pending} weight gradients pending at stage {stage}, above the bound of"
+                    f" {self.max_pending_w}; raise the bound")
         return list(rows)
 
-    def _rows(self, placement: Placement, microbatches: int, measured: Mapping[tuple[str, int], float]) -> Sequence[hints.Row] | None:
+    def _rows(
+        self, placement: Placement, microbatches: int, measured: Mapping[tuple[str, int], float]
+    ) -> Sequence[hints.Row] | None:
         """The rows of the hint's list; None if it is a rule without one."""
         if self.adapts:
             return self._called(placement, microbatches, measured)
@@ -179,7 +186,9 @@ class Policy:
             try:
                 rows.append(lists.as_row(entries))
             except (TypeError, ValueError) as error:
-                raise ConfigurationError(f"--rrfp-hint {self.hint}: its function's row {rank} is no list of actions: {error}") from error
+                raise ConfigurationError(
+                    f"--rrfp-hint {self.hint}: its function's row {rank} is no list of actions ({error});"
+                    " return rows of tokens like 2F0") from error
         check_rows(rows, _pipeline(placement, microbatches, self.split), source=f"--rrfp-hint {self.hint}")
         return rows
 
@@ -220,9 +229,13 @@ class Policy:
             ConfigurationError: if this placement or number of microbatches does not go with the policy.
         """
         self._check_shape(placement, microbatches)
-        dependencies = chain(placement, rank, microbatches, forward_only=forward_only, split=self.split, first_trainable=first_trainable)
+        dependencies = chain(
+            placement, rank, microbatches, forward_only=forward_only, split=self.split, first_trainable=first_trainable)
         strict = self.mode == "strict"
-        rows = self.list_for(placement, microbatches, measured=measured) if strict else self._rows(placement, microbatches, measured or {})
+        if strict:
+            rows = self.list_for(placement, microbatches, measured=measured)
+        else:
+            rows = self._rows(placement, microbatches, measured or {})
         row = None if rows is None else _only(rows[rank], dependencies)
         forwards = ()
         if len(dependencies.stages) > 1 and not strict:
@@ -354,7 +367,8 @@ def _built_in(policy: Policy, placement: Placement, microbatches: int) -> list[h
     if not replay(rows, pipeline).stuck:
         return rows
     # Interleaved 1F1B as Megatron writes it needs its placement and its multiples of P. Elsewhere its positions only rank.
-    ranked = [Scheduler(d, hints.Ranked(row), limit=max(limits[r], len(d.stages))) for r, (d, row) in enumerate(zip(pipeline, rows, strict=True))]
+    ranked = [Scheduler(d, hints.Ranked(row), limit=max(limit, len(d.stages)))
+              for d, row, limit in zip(pipeline, rows, limits, strict=True)]
     return [lists.as_row(row) for row in drive(ranked, lambda action: UNIT_DURATIONS[action.kind]).rows]
 
 
@@ -363,7 +377,8 @@ def _fits(policy: Policy, placement: Placement, microbatches: int) -> bool:
     """Whether the hint's list runs within the limits of every rank."""
     rows = _ready_rows(policy, placement, microbatches, policy._stamp)
     needs = replay(rows, _pipeline(placement, microbatches, policy.split)).peak
-    return not is_paper(policy.limit) and all(n <= limit for n, limit in zip(needs, policy.limits(placement, microbatches), strict=True))
+    limits = policy.limits(placement, microbatches)
+    return not is_paper(policy.limit) and all(need <= limit for need, limit in zip(needs, limits, strict=True))
 
 
 @lru_cache(maxsize=8)
@@ -381,5 +396,6 @@ def _check_megatron_order(policy: Policy, placement: Placement, microbatches: in
                                  f" placement of {placement.ranks} ranks; use --rrfp-order microbatch")
     for rank, (need, limit) in enumerate(zip(outcome.peak, policy.limits(placement, microbatches), strict=True)):
         if need > limit:
-            raise ConfigurationError(f"--rrfp-limit {policy.limit}: rank {rank} may hold {limit}, but --rrfp-order megatron needs {need};"
-                                     " use --rrfp-limit 1f1b")
+            raise ConfigurationError(
+                f"--rrfp-limit {policy.limit}: rank {rank} may hold {limit}, but --rrfp-order megatron needs {need};"
+                " use --rrfp-limit 1f1b")

@@ -162,7 +162,8 @@ class Scheduler:
         if (edge, microbatch) in self._arrived:
             raise ValueError(f"microbatch {microbatch} arrived twice on {edge}")
         if (edge, microbatch) not in self._waiters:
-            raise ValueError(f"microbatch {microbatch} arrived on {edge}, but nothing on rank {self.dependencies.rank} waits for it")
+            rank = self.dependencies.rank
+            raise ValueError(f"microbatch {microbatch} arrived on {edge}, but nothing on rank {rank} waits for it")
         self._arrived.add((edge, microbatch))
         self._satisfy((edge, microbatch))
 

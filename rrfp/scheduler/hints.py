@@ -165,9 +165,10 @@ class Announced(_Listed):
 
     Places go by count, in free order too: the n-th entry of a (stage, kind) is whichever of its microbatches runs n-th.
 
-    The list's head runs if it can. If its input is missing but a neighbour announced that it started the producing action, nothing
-    runs (not even W) until it arrives or is overdue: announced start + the neighbour's average + slack x own average of F. Else
-    the list is left: the first entry of another kind that can run goes, over at most `skips` missing entries of the head's kind.
+    The list's head runs if it can. If its input is missing but a neighbour announced that it started the producing action,
+    nothing runs (not even W) until it arrives or is overdue: announced start + the neighbour's average + slack x own average of
+    F. Else the list is left: the first entry of another kind that can run goes, over at most `skips` missing entries of the
+    head's kind.
 
     Args:
         row: the list.

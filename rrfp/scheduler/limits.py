@@ -11,7 +11,8 @@ def check_limit(text: str) -> None:
     number = text.removeprefix("paper:")
     if text in SHAPES or (number.isdecimal() and int(number) >= 1):
         return
-    raise ConfigurationError(f"--rrfp-limit {text}: must be one of {', '.join(SHAPES)}, a number of at least 1, or paper:<number>")
+    raise ConfigurationError(
+        f"--rrfp-limit {text}: must be one of {', '.join(SHAPES)}, a number of at least 1, or paper:<number>")
 
 
 def is_paper(text: str) -> bool:

@@ -89,9 +89,11 @@ def generate(name: str, placement: Placement, microbatches: int, limits: Sequenc
         stages = placement.stages_of(rank)
         if name.startswith("zb-"):
             if not split:
-                raise ConfigurationError(f"--rrfp-hint {name}: needs the backward split into I and W; use 1f1b, or split the backward")
+                raise ConfigurationError(
+                    f"--rrfp-hint {name}: needs the backward split into I and W; use 1f1b, or split the backward")
             if len(stages) > 1:
-                raise ConfigurationError(f"--rrfp-hint {name}: is a list for one chunk per rank, rank {rank} has {len(stages)}; use 1f1b")
+                raise ConfigurationError(
+                    f"--rrfp-hint {name}: is a list for one chunk per rank, rank {rank} has {len(stages)}; use 1f1b")
             left = ranks - rank
             out, hold = (left, ranks) if name == "zb-h1" else (2 * left - 1, 2 * ranks - 1)
             row = zero_bubble(stages[0], microbatches, out=out, hold=hold)

@@ -41,7 +41,9 @@ def _check_row(dependencies: Dependencies, row: Row, homes: Mapping[Action, int]
             raise ConfigurationError(f"{where} stands at position {seen[action]} already; each action is listed once")
         if action not in dependencies.tasks:
             home = homes.get(action)
-            why = "is no action of this call (stage, microbatch and kind must exist)" if home is None else f"belongs to rank {home}"
+            why = f"belongs to rank {home}"
+            if home is None:
+                why = "is no action of this call (stage, microbatch and kind must exist)"
             raise ConfigurationError(f"{where} {why}; remove it")
         for before in dependencies.tasks[action].after:
             # A tie counts as order: what it needs must stand earlier, or in the same group, but before it.
@@ -61,8 +63,9 @@ def check_microbatch_order(rows: Sequence[Row], *, source: str) -> None:
         for position, action in enumerate(actions_of(row)):
             last = newest.get((action.stage, action.kind))
             if last is not None and last.microbatch > action.microbatch:
-                raise ConfigurationError(f"{source}: rank {rank}, position {position}: {action} after {last} leaves microbatch order;"
-                                         " use --rrfp-order free, or --rrfp-mode ready")
+                raise ConfigurationError(
+                    f"{source}: rank {rank}, position {position}: {action} after {last} leaves microbatch order;"
+                    " use --rrfp-order free, or --rrfp-mode ready")
             newest[action.stage, action.kind] = action
 
 
@@ -73,8 +76,9 @@ def check_forward_order(rows: Sequence[Row], placement: Placement, microbatches:
         expected = interleaved_forwards(placement.stages_of(rank), microbatches, placement.ranks)
         for position, (action, wanted) in enumerate(zip(forwards, expected, strict=True)):
             if action != wanted:
-                raise ConfigurationError(f"{source}: rank {rank}, forward {position}: {action} where --rrfp-order megatron needs {wanted};"
-                                         " use --rrfp-order microbatch")
+                raise ConfigurationError(
+                    f"{source}: rank {rank}, forward {position}: {action} where --rrfp-order megatron needs {wanted};"
+                    " use --rrfp-order microbatch")
 
 
 @dataclass(frozen=True)
@@ -128,5 +132,6 @@ def replay(rows: Sequence[Row], pipeline: Sequence[Dependencies]) -> Replay:
                 arrived.add((edge, task.action.microbatch))
                 if edge in receiver:
                     wake.append(receiver[edge])
-    stuck = [(pipeline[r].rank, len(actions_of(rows[r])) - sum(map(len, groups)), groups[-1][0]) for r, groups in enumerate(left) if groups]
+    stuck = [(pipeline[r].rank, len(actions_of(rows[r])) - sum(map(len, groups)), groups[-1][0])
+             for r, groups in enumerate(left) if groups]
     return Replay(stuck, peaks, pendings)

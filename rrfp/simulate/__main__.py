@@ -22,7 +22,8 @@ def parse_policy(text: str) -> Policy:
     options = [word for word in words if word in _WAYS]
     limit = ":".join(word for word in words if word not in _WAYS) or "1f1b"
     order = next((word for word in ("free", "megatron") if word in options), "microbatch")
-    return Policy(hint=hint, limit=limit, mode="strict" if "strict" in options else "ready", order=order, split="split" in options)
+    mode = "strict" if "strict" in options else "ready"
+    return Policy(hint=hint, limit=limit, mode=mode, order=order, split="split" in options)
 
 
 def parse_seeds(text: str) -> range:
@@ -33,7 +34,8 @@ def parse_seeds(text: str) -> range:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m rrfp.simulate", description=__doc__)
-    parser.add_argument("policies", nargs="+", metavar="POLICY", help="HINT:LIMIT[:strict][:split][:free|:megatron], like fill-r:2p-1:split")
+    parser.add_argument("policies", nargs="+", metavar="POLICY",
+                        help="HINT:LIMIT[:strict][:split][:free|:megatron], like fill-r:2p-1:split")
     parser.add_argument("--against", default="1f1b:1f1b:strict", metavar="POLICY", help="the baseline (default %(default)s)")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--chunks", type=int, default=1, help="stages per rank, interleaved as Megatron does")
@@ -47,7 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     placement = Placement.looped(options.ranks, options.chunks)
 
     def makespan(policy: Policy, draws) -> float:
-        return simulate(policy, placement, options.microbatches, *draws, lanes=options.lanes, announce_delay=options.announce_delay).makespan
+        result = simulate(policy, placement, options.microbatches, *draws, lanes=options.lanes,
+                          announce_delay=options.announce_delay)
+        return result.makespan
 
     try:
         baseline = parse_policy(options.against)

@@ -124,7 +124,8 @@ def drive(
             ask(rank, now)
     if not all(scheduler.finished for scheduler in schedulers):
         raise Deadlock("; ".join(f"rank {rank}: {', '.join(s.explain())}" for rank, s in enumerate(schedulers) if not s.finished))
-    return Result(max((span.end for span in spans.values()), default=0.0), spans, rows, [scheduler.peak_in_flight for scheduler in schedulers])
+    makespan = max((span.end for span in spans.values()), default=0.0)
+    return Result(makespan, spans, rows, [scheduler.peak_in_flight for scheduler in schedulers])
 
 
 def simulate(

@@ -77,8 +77,8 @@ def draw(name: str, stages: int, microbatches: int, unit: float, seed: int) -> t
         seed: same name and seed, same draws.
 
     Returns:
-        Durations by (kind, stage, microbatch) of F, I, W and B = I + W, and delays by the same key, kind F or B, of the message that
-        makes that action ready.
+        Durations by (kind, stage, microbatch) of F, I, W and B = I + W, and delays by the same key, kind F or B, of the message
+        that makes that action ready.
 
     Raises:
         KeyError: if there is no such scenario.

@@ -1,6 +1,6 @@
 """Small tools of the scheduler's tests."""
 
-from rrfp.action import Edge, parse_action
+from rrfp.action import Edge
 from rrfp.placement import Placement
 from rrfp.policy import Policy
 from rrfp.scheduler import Scheduler
@@ -17,7 +17,8 @@ def middle(microbatches: int, **options) -> Scheduler:
 def play(scheduler: Scheduler, script: str) -> str:
     """Feed news and let the scheduler run, one thing per word; returns what ran, `-` for nothing.
 
-    `f2`: the input of 1F2 arrives; `b2`: the gradient for 1B2. `.`: ask once; what is chosen runs at once. `*`: ask until nothing.
+    `f2`: the input of 1F2 arrives; `b2`: the gradient for 1B2. `.`: ask once; what is chosen runs at once. `*`: ask until nothing
+    is chosen.
     """
     ran, now = [], 0.0
 
@@ -40,8 +41,3 @@ def play(scheduler: Scheduler, script: str) -> str:
         else:
             scheduler.arrived(Edge(0, 1) if word[0] == "f" else Edge(2, 1), int(word[1:]))
     return " ".join(ran)
-
-
-def row(text: str):
-    """`0F0 0B0` -> actions."""
-    return [parse_action(token) for token in text.split()]

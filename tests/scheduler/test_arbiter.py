@@ -96,7 +96,7 @@ def test_explain_says_what_is_lacking_and_what_holds():
     s = middle(2, hint="f-first", limit="1")
     play(s, "f0 f1 .")
     assert s.explain() == ["1B0 lacks 2>1 microbatch 0", "1F1 is held by the limit 1 (in flight 1)"]
-    s.launched(a("1B0"), 0.0) if s.is_ready(a("1B0")) else s.arrived(Edge(2, 1), 0)
+    s.arrived(Edge(2, 1), 0)
     assert s.explain()[0] == "1B0 is ready"
     s.launched(a("1B0"), 0.0)
     assert s.explain()[0] == "1B0 is running"
@@ -206,7 +206,8 @@ def test_branches_that_join():
     s.arrived(Edge(1, 2), 0)
     assert s.choose(0.0).action == a("2F0")
     # And end to end, the branches at different speeds: the join runs at the pace of the slower.
-    result = drive([Scheduler(d, Rounds("BF"), limit=2) for d in two_encoders()], lambda action: 3.0 if action.stage == 1 else 1.0)
+    ranks = [Scheduler(d, Rounds("BF"), limit=2) for d in two_encoders()]
+    result = drive(ranks, lambda action: 3.0 if action.stage == 1 else 1.0)
     assert [result.spans[Action("F", 2, m)].start for m in range(2)] == [3.0, 6.0]
     assert result.peak_in_flight == [2, 2, 1]
 

@@ -1,7 +1,7 @@
 """The deadlock rules, checked over every order in which ranks could act, and kept honest by configurations that do deadlock.
 
-`explore` tries every admissible action in every reachable state, so no hint can do worse. A message arrives as soon as it is sent:
-a later arrival only takes choices away, and an earlier choice stays possible.
+`explore` tries every admissible action in every reachable state, so no hint can do worse. A message arrives as soon as it is
+sent: a later arrival only takes choices away, and an earlier choice stays possible.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from rrfp.simulate import Deadlock, drive
 
 
 def explore(pipeline: list[Dependencies], limits: list[int], **options) -> frozenset[Action] | None:
-    """A reachable state in which nothing is admissible though something is left, as the set of what ran; None if there is none."""
+    """A reachable state in which nothing is admissible though something is left: the set of what ran. None if there is none."""
     everything = sum(len(dependencies.tasks) for dependencies in pipeline)
     start: tuple[Action, ...] = ()
     seen, stack = {frozenset(start)}, [start]
@@ -87,7 +87,7 @@ def test_the_papers_backpressure_is_safe(limit):
 
 def test_control_one_slot_fewer_than_chunks_deadlocks():
     assert explore(build(Placement.looped(2, 2), 2), [1, 1]) is not None
-    with pytest.raises(ConfigurationError, match="--rrfp-limit 1: rank 0 holds 2 chunks and 1 activations, which deadlocks; use at least 2"):
+    with pytest.raises(ConfigurationError, match="rank 0 holds 2 chunks and 1 activations, which deadlocks; use at least 2"):
         Policy(hint="bf", limit="1").scheduler(Placement.looped(2, 2), 0, 4)
 
 
@@ -117,7 +117,8 @@ def test_control_a_fixed_order_of_forwards_that_does_not_fit_deadlocks():
     placement = Placement.looped(2, 2)
     forwards = [[Action("F", s, m) for s in placement.stages_of(r) for m in range(2)] for r in range(2)]
     def stuck(limit):
-        ranks = [Scheduler(chain(placement, r, 2), Prefer("FB"), limit=limit, admission="plain", forwards=forwards[r]) for r in range(2)]
+        ranks = [Scheduler(chain(placement, r, 2), Prefer("FB"), limit=limit, admission="plain", forwards=forwards[r])
+                 for r in range(2)]
         try:
             drive(ranks, lambda action: 1.0)
         except Deadlock as error:
@@ -133,7 +134,8 @@ def configurations(draw):
     ranks, chunks = draw(st.integers(1, 6)), draw(st.integers(1, 2))
     placement = draw(st.sampled_from([Placement.looped(ranks, chunks), Placement.v(ranks, chunks)]))
     split = draw(st.booleans())
-    choices = [hint for hint in (*RULES, *LISTS) if (split or hint not in SPLIT_ONLY) and not (chunks > 1 and hint.startswith("zb-"))]
+    choices = [hint for hint in (*RULES, *LISTS)
+               if (split or hint not in SPLIT_ONLY) and not (chunks > 1 and hint.startswith("zb-"))]
     order = draw(st.sampled_from(["microbatch", "free", "megatron"]))
     limits = ["1f1b", "eager", "2p-1", "2p", "1", "2", "3", "7", "paper:1", "paper:2", "paper:5"]
     policy = Policy(
@@ -154,7 +156,8 @@ def run_one(policy, placement, microbatches, seed, forward_only):
     lateness = rng.choice([0.0, 1.0, 20.0])
     try:
         first = rng.choice([0, 0, placement.stages // 2])
-        ranks = [policy.scheduler(placement, r, microbatches, forward_only=forward_only, first_trainable=first) for r in range(placement.ranks)]
+        ranks = [policy.scheduler(placement, r, microbatches, forward_only=forward_only, first_trainable=first)
+                 for r in range(placement.ranks)]
     except ConfigurationError:
         return False
     # Integers on purpose in some runs: many things at one instant.

@@ -65,8 +65,8 @@ def test_every_list_runs_for_any_number_of_microbatches(hint, limit, split, rank
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 5, 7, 8])
-@pytest.mark.parametrize("placement", [Placement.looped(2, 3), Placement.looped(4, 2), Placement.v(3), Placement.of([0, 1, 1, 0, 0, 1])],
-                         ids=str)
+@pytest.mark.parametrize("placement", [
+    Placement.looped(2, 3), Placement.looped(4, 2), Placement.v(3), Placement.of([0, 1, 1, 0, 0, 1])], ids=str)
 def test_interleaved_1f1b_runs_on_any_placement_and_number(placement, microbatches):
     rows = Policy(hint="1f1b", mode="ready")._rows(placement, microbatches, {})
     check_rows(rows, [chain(placement, rank, microbatches) for rank in range(placement.ranks)], source="list")
@@ -126,8 +126,8 @@ def test_torchs_own_lists_are_accepted(tmp_path):
 
 def _torch_order(schedules, name, *, ranks, chunks, microbatches, namespace):
     """What torch's schedule class would run, by rank; None if its private constructor changed."""
-    stage = namespace(is_first=False, is_last=False, group=None, group_size=ranks, group_rank=0, num_stages=ranks * chunks, stage_index=0,
-                      has_backward=True, submod=None, device="cpu")
+    stage = namespace(is_first=False, is_last=False, group=None, group_size=ranks, group_rank=0, num_stages=ranks * chunks,
+                      stage_index=0, has_backward=True, submod=None, device="cpu")
     try:
         if chunks == 1:
             schedule = getattr(schedules, name)(stage, microbatches)

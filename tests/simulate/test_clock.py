@@ -38,7 +38,8 @@ def test_interleaved_closed_form(hint, mode):
 
 
 @pytest.mark.parametrize("hint, limit, split, expected", [
-    ("bf", "1f1b", False, 117), ("announced", "1f1b", False, 117), ("announced", "eager", False, 117), ("fill-alt", "2p", False, 117),
+    ("bf", "1f1b", False, 117), ("announced", "1f1b", False, 117), ("announced", "eager", False, 117),
+    ("fill-alt", "2p", False, 117),
     ("announced", "8", True, 103), ("announced", "2p-1", True, 103), ("fill-r", "2p-1", True, 103), ("bfw", "2p-1", True, 103),
 ])
 def test_rules_lose_nothing_when_nothing_varies(hint, limit, split, expected):

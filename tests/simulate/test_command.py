@@ -19,7 +19,8 @@ def test_seeds():
 
 
 def test_the_table(capsys):
-    assert main(["1f1b:1f1b:strict", "gpipe:8", "--ranks", "2", "--microbatches", "4", "--seeds", "1", "--scenarios", "uniform", "--each"]) == 0
+    small = ["--ranks", "2", "--microbatches", "4", "--seeds", "1", "--scenarios", "uniform"]
+    assert main(["1f1b:1f1b:strict", "gpipe:8", *small, "--each"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "2 ranks, 1 chunks, 4 microbatches, 1 seeds" in lines[0]
     assert lines[2].split()[:4] == ["1f1b:1f1b:strict", "2", "1.000", "1.000"] and lines[3].strip() == "uniform 1.000"
