@@ -145,6 +145,14 @@ def watch_opening():
     return opened
 
 
+def forget_inputs():
+    """Megatron's model keeps its last input, which lies in a receive buffer, as long as it lives."""
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    for block in [thing for thing in gc.get_objects() if isinstance(thing, TransformerBlock)]:
+        block.set_input_tensor(None)
+
+
 def main():
     fault = json.loads(os.environ.get("RRFP_TEST_FAULT", "{}"))
     if fault and int(os.environ["RANK"]) == fault["rank"]:
@@ -160,6 +168,7 @@ def main():
     from rrfp.megatron import runtime
 
     runtime.close_all()
+    forget_inputs()
     gc.collect()  # what the exception's frames held
     print(f"opened {len(opened)} descriptors; leftovers: {leftovers(opened, shared) or 'none'}\n{error}", file=sys.stderr, flush=True)
     sys.exit(0 if error is None else 1)
