@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rrfp.action import Edge
+from rrfp.comm.inbound import Inlet
 from rrfp.comm.transport import Announcement, Arrival, Departure, Failure, Part, Transport
 from rrfp.errors import ConfigurationError, PipelineError
 
@@ -321,3 +322,21 @@ def test_an_edge_inside_a_rank_is_refused(network, kind):
 def test_every_transport_has_the_protocols_methods(network, kind):
     net = network(kind, *PAIR)
     assert all(callable(getattr(net[0], name)) for name in vars(Transport) if not name.startswith("_"))
+
+
+def test_reusing_a_live_buffer_would_show(network, part, monkeypatch):
+    """Negative control of `test_a_buffer_is_the_receivers_until_release`: a credit backed by the same buffer spoils what is kept."""
+
+    def same_buffer(inlet, lease):
+        inlet.granted[lease.buffer.slot] = lease.buffer
+        return lease.buffer
+
+    monkeypatch.setattr(Inlet, "consume", same_buffer)
+    net = network("ipc", *PAIR, credits=1)
+    net.begin()
+    kept = []
+    for microbatch in range(5):
+        net[0].send(EDGE, microbatch, (part(4096, microbatch),))
+        kept.append(net.get(1, Arrival))
+        net[1].consumed(kept[-1])
+    assert not all((a.payload[0].data == a.microbatch).all() for a in kept)
