@@ -13,7 +13,7 @@ from rrfp.errors import ConfigurationError
 from rrfp.placement import Placement
 from rrfp.scheduler import hints, lists
 from rrfp.scheduler.arbiter import Scheduler
-from rrfp.scheduler.dependencies import Dependencies, chain
+from rrfp.scheduler.dependencies import Dependencies, chain, first_forward_first
 from rrfp.scheduler.limits import check_limit, is_paper, limit_of
 from rrfp.scheduler.validate import check_forward_order, check_microbatch_order, check_rows, replay
 from rrfp.simulate.clock import drive

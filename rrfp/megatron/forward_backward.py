@@ -13,12 +13,13 @@ from megatron.core.utils import get_model_config
 from rrfp.errors import ConfigurationError
 from rrfp.megatron.compatibility import check_call, delegation
 from rrfp.megatron.executor import MegatronExecutor, StepContext
-from rrfp.megatron.measured import check_equal, gather_durations
+from rrfp.megatron.measured import REFUSED, agree, gather_durations
 from rrfp.megatron.microbatches import MicrobatchIterator
 from rrfp.megatron.options import Options
 from rrfp.megatron.rerun import in_rerun, number_results
 from rrfp.megatron.runtime import Runtime, runtime_for
 from rrfp.policy import Policy
+from rrfp.scheduler.arbiter import Scheduler
 
 
 def make_forward_backward(options: Options, *, original: Callable) -> Callable:
@@ -107,11 +108,7 @@ def _run(runtime: Runtime, options: Options, context: StepContext, pp_group) -> 
     padding = runtime.padding
     free = options.policy.order == "free"
     policy = dataclasses.replace(options.policy, order="microbatch") if free and in_rerun() else options.policy
-    scheduler = policy.scheduler(
-        runtime.placement, runtime.rank, context.num_microbatches, forward_only=context.forward_only, durations=runtime.durations,
-        measured=gather_durations(runtime.durations, pp_group) if policy.adapts else None)
-    if policy.adapts:
-        check_equal(scheduler.digest, pp_group, hint=policy.hint)
+    scheduler = _scheduler(runtime, policy, context, pp_group)
     _say_limits(runtime, policy, context.num_microbatches)
     if padding is not None:
         padding.begin(context.call, context.num_microbatches)
@@ -125,6 +122,26 @@ def _run(runtime: Runtime, options: Options, context: StepContext, pp_group) -> 
         raise
     executor.finish()
     runtime.durations = dict(scheduler.durations)
+
+
+def _scheduler(runtime: Runtime, policy: Policy, context: StepContext, pp_group) -> Scheduler:
+    """This call's scheduler. Raises ConfigurationError on every rank if any rank refuses the policy or has other rows."""
+    error, scheduler, digest = None, None, ""
+    measured = gather_durations(runtime.durations, pp_group) if policy.adapts else None
+    try:
+        scheduler = policy.scheduler(
+            runtime.placement, runtime.rank, context.num_microbatches, forward_only=context.forward_only, durations=runtime.durations,
+            measured=measured)
+        digest = scheduler.digest
+    except ConfigurationError as refusal:
+        error, digest = refusal, f"{REFUSED}{refusal}"
+    key = (policy, context.num_microbatches)
+    if policy.adapts or key not in runtime.agreed:
+        runtime.agreed.add(key)
+        agree(digest, pp_group, hint=policy.hint)
+    if error is not None:
+        raise error
+    return scheduler
 
 
 def _say_limits(runtime: Runtime, policy: Policy, microbatches: int) -> None:

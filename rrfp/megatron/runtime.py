@@ -52,6 +52,8 @@ class Runtime:
         self.padding = make_padding(options, stages=self.placement.stages)
         self.recorder = make_recorder(options, rank=rank, placement=self.placement)
         self.durations: dict[str, float] = {}
+        self.agreed: set = set()
+        """Policies and numbers of microbatches that all ranks are known to read alike."""
         self._global_ranks = global_ranks
         self._departed: set[int] = set()
         self._pid = os.getpid()

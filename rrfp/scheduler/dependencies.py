@@ -4,7 +4,7 @@ The scheduler reads nothing else. `chain` builds it for a chain of stages; a pro
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rrfp.action import Action, Edge
 from rrfp.placement import Placement
@@ -96,3 +96,17 @@ def chain(
                 weight = Action("W", s, m)
                 tasks[weight] = Task(weight, after=(gradient,), in_flight=-1, backlog=-1)
     return Dependencies(rank, placement.stages_of(rank), tasks)
+
+
+def first_forward_first(dependencies: Dependencies) -> Dependencies:
+    """The same tasks, with microbatch 0 the first forward of every stage.
+
+    In free order over lanes that overtake, another could come first; but what a forward takes from its data iterator is learned from
+    the first one, and has to be learned from microbatch 0.
+    """
+
+    def wait(task: Task) -> Task:
+        kind, stage, microbatch = task.action
+        return replace(task, after=(*task.after, Action("F", stage, 0))) if kind == "F" and microbatch else task
+
+    return replace(dependencies, tasks={action: wait(task) for action, task in dependencies.tasks.items()})

@@ -365,7 +365,7 @@ def buffers_after(*, calls):
     for _ in range(calls):
         gpt.step(function, model, optimizer, gpt.batches(0), 6)
         runtime = next(iter(runtimes._runtimes.values()))
-        counts.append(sum(value.get("buffers", 0) for value in runtime.transport.state().values() if isinstance(value, dict)))
+        counts.append(sum(edge.get("buffers", 0) for edge in runtime.transport.state()["edges"].values()))
     return counts
 
 

@@ -24,6 +24,8 @@ CHECKS = [
     for node in ast.parse((HERE / "cpu_checks.py").read_text()).body
     if isinstance(node, ast.FunctionDef) and any(getattr(d, "id", "") == "check" for d in node.decorator_list)
 ]
+# later arguments win over scripts/tiny_gpt.args; half precision is slow on a CPU
+SMALL = "--num-layers 2 --hidden-size 32 --seq-length 32 --max-position-embeddings 32 --global-batch-size 4 --train-iters 6".split()
 RUNNER = """
 import os, runpy, sys
 from rrfp.megatron import cpu
@@ -81,11 +83,11 @@ def test_patching_without_cpu_mode_is_refused():
 
 
 def train(folder, *arguments, ranks=2) -> dict:
-    """Train the tiny GPT over `ranks` pipeline stages; {iteration: its log line}. The last rank's loss is what rank 0.. log."""
+    """Train a small GPT over `ranks` pipeline stages; {iteration: its log line}."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    options = [*(ROOT / "scripts/tiny_gpt.args").read_text().split(), *(folder / "data/text.args").read_text().split(), *arguments]
+    options = [*(ROOT / "scripts/tiny_gpt.args").read_text().split(), *(folder / "data/text.args").read_text().split(), *SMALL, *arguments]
     command = [sys.executable, "-c", RUNNER, str(ROOT / "scripts/pretrain_gpt.py"), *options, "--pipeline-model-parallel-size", str(ranks)]
     common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     workers, logs = [], [folder / f"train{rank}.log" for rank in range(ranks)]
@@ -118,28 +120,30 @@ def losses(log: dict, first: int = 0) -> list:
 @pytest.mark.timeout(240)
 def test_fp16_skips_a_step_recomputes_saves_and_resumes_digit_for_digit(folder):
     common = (
-        "--fp16 --initial-loss-scale 1048576 --loss-scale-window 100 --hysteresis 1 --num-workers 2 --ckpt-format torch_dist"
-        " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --train-iters 10"
+        "--fp16 --initial-loss-scale 262144 --loss-scale-window 100 --hysteresis 1 --num-workers 2 --ckpt-format torch_dist"
+        " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     ).split()
-    whole = train(folder, *common, "--save", str(folder / "whole"), "--save-interval", "6")
+    whole = train(folder, *common, "--save", str(folder / "whole"), "--save-interval", "3")
     assert value(whole[1], "number of skipped iterations") == 1 and value(whole[1], "lm loss") is None
-    scales = [value(whole[n], "loss scale") for n in (1, 10)]
-    assert scales[1] < scales[0] < 1048576
-    assert 3 < value(whole[10], "lm loss") < value(whole[7], "lm loss") < 5.6
-    (folder / "whole/latest_checkpointed_iteration.txt").write_text("6")
+    scales = [value(whole[n], "loss scale") for n in (1, 3)]
+    assert scales[1] <= scales[0] < 262144
+    assert 3 < value(whole[6], "lm loss") < 5.6 and value(whole[6], "number of skipped iterations") == 0  # control: others are taken
+    (folder / "whole/latest_checkpointed_iteration.txt").write_text("3")
     resumed = train(folder, *common, "--load", str(folder / "whole"))
-    assert sorted(resumed) == [7, 8, 9, 10]
-    expected = [row for row in losses(whole, first=6) if row[0] != 8]
+    assert sorted(resumed) == [4, 5, 6]
+    expected = [row for row in losses(whole, first=3) if row[0] != 5]
     assert losses(resumed) == expected
-    assert len({loss for _, loss, _ in expected}) == 3  # control: equal is not constant
+    assert None not in expected[0] and len({loss for _, loss, _ in expected}) == 2  # control: equal is not constant, nor absent
 
 
+@pytest.mark.timeout(240)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_asynchronous_saving_writes_what_was_there(folder, full):
     if not full:
         pytest.skip("only with --all: two trainings more")
     for name, how in ("now", []), ("later", ["--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore"]):
         save = ["--save", str(folder / name), "--save-interval", "3", "--ckpt-format", "torch_dist"]
-        train(folder, "--bf16", "--train-iters", "6", *save, *how)
+        train(folder, "--bf16", *save, *how)
     now, later = (checkpoint(folder / name / "iter_0000003") for name in ("now", "later"))
     assert set(now) == set(later) and len(now) > 20
     assert [name for name in now if not now[name].equal(later[name])] == []
