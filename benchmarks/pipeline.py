@@ -88,7 +88,7 @@ class Group:
 
     Args:
         stage: makes a rank's `Stage`, in its process: stage(rank, ranks, directory, start_deadline=, call_timeout=).
-        call_timeout: seconds without progress after which a call fails; a whole job may take three times that.
+        call_timeout: seconds without progress after which a call fails; a whole job may take ten more than three times that.
 
     Raises:
         RuntimeError: a rank failed (with its traceback), ended, or was not done in time.
@@ -118,7 +118,7 @@ class Group:
     def run(self, job) -> Outcome:
         for pipe in self._pipes:
             pipe.send(job)
-        rows = self._collect(3 * self._call_timeout)
+        rows = self._collect(10.0 + 3 * self._call_timeout)
         return Outcome(max(row[1] for row in rows) - min(row[0] for row in rows), [row[2] for row in rows], [row[3] for row in rows])
 
     def close(self) -> None:

@@ -321,7 +321,8 @@ class Engine:
     def fail(self, error: BaseException) -> bool:
         """Latch `error` as this rank's failure and tell all peers. False if a failure is known already: then they know too."""
         where = str(self.running) if self.running is not None else f"call {self.call}"
-        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        # One line; the rest of a long message, such as a hang report, is in the traceback.
+        text = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
         failure = Failure(self.rank, where, text, "".join(traceback.format_exception(error)))
         first = self.latch.set(failure)
         if first:
