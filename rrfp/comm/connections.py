@@ -13,6 +13,7 @@ from rrfp.comm.authentication import ZAP_ENDPOINT, Keys
 from rrfp.errors import ConfigurationError
 
 _QUIET_HEARTBEATS = 15  # across hosts: so many silent heartbeats mean that a peer is lost
+_LONGEST_TTL_MS = 6_553_500  # 16 bits of tenths of a second on the wire
 _SLACK_BYTES = 1 << 20  # room for headers, the cipher and an ABORT's traceback
 
 
@@ -31,7 +32,7 @@ class Connections:
         socket.set_hwm(0)
         socket.linger = 0
         socket.heartbeat_ivl = self._heartbeat_ms
-        socket.heartbeat_timeout = socket.heartbeat_ttl = self._heartbeat_ms * _QUIET_HEARTBEATS
+        socket.heartbeat_timeout = socket.heartbeat_ttl = min(self._heartbeat_ms * _QUIET_HEARTBEATS, _LONGEST_TTL_MS)
         return socket
 
     def authenticators(self) -> list[zmq.Socket]:

@@ -6,7 +6,7 @@ import numpy as np
 
 from rrfp.action import Edge
 from rrfp.comm.memory import Buffer, Pool
-from rrfp.comm.message import INLINE, Header, Malformed, Spec, decode_parts, offsets, payload_of
+from rrfp.comm.message import ALIGNMENT, INLINE, MAX_PARTS, Header, Malformed, Spec, decode_parts, offsets, payload_of
 from rrfp.comm.transport import Arrival, Payload
 from rrfp.errors import PipelineError
 
@@ -40,7 +40,7 @@ class Inlet:
 
     def replace(self, slot: int, nbytes: int) -> Buffer:
         """The sender gives a slot back that is too small for `nbytes`. Raises Malformed beyond the limit."""
-        if nbytes > self.limit:
+        if nbytes > self.limit + MAX_PARTS * ALIGNMENT:  # parts are aligned in a slot
             raise Malformed(f"a message of {nbytes} bytes is over the limit of {self.limit}: raise max_message_bytes")
         if slot not in self.granted:
             raise Malformed(f"slot {slot} is given back but was not granted")

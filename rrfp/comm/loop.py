@@ -47,13 +47,16 @@ class Loop:
 
     def _run(self) -> None:
         due = time.monotonic() + self._interval
-        while not self._stopping:
-            wait = max(0, math.ceil(1000 * (due - time.monotonic())))
-            for source, _ in self._poller.poll(wait):
-                self._guarded(self._handlers.get(source))
-            if time.monotonic() >= due:
-                due = time.monotonic() + self._interval
-                self._guarded(self._tick)
+        try:
+            while not self._stopping:
+                wait = max(0, math.ceil(1000 * (due - time.monotonic())))
+                for source, _ in self._poller.poll(wait):
+                    self._guarded(self._handlers.get(source))
+                if time.monotonic() >= due:
+                    due = time.monotonic() + self._interval
+                    self._guarded(self._tick)
+        except Exception as error:  # the poller itself: nothing can be heard any more
+            self._fail("the receive thread", f"{type(error).__name__}: {error}", traceback.format_exc())
 
     def _guarded(self, handler: Callable[[], None] | None) -> None:
         if handler is None:  # removed by an earlier handler of this round

@@ -124,6 +124,7 @@ class Sender:
                 (outlet.waiting if isinstance(what, Job) else outlet.credits).append(what)
                 self._pump(outlet)
                 self._depart()
+                del item, what  # a message that has left is not kept alive until the next one
         except Exception as error:
             self._fail("the send thread", f"{type(error).__name__}: {error}", traceback.format_exc())
 

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import threading
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +119,31 @@ def test_more_than_the_limit_is_refused_where_it_is_sent(network, part):
         net[0].send(EDGE, 7, (part(1001),))
     net[0].send(EDGE, 7, (part(1000),))
     assert len(net.take(1, 1)[0].payload[0].data) == 1000
+
+
+def test_many_parts_within_the_limit_fit(network, part):
+    """In a slot parts are aligned, so it may be larger than the message."""
+    net = network("ipc", *PAIR, max_message_bytes=1000)
+    net.begin()
+    net[0].send(EDGE, 0, (part(1, 7),) * 1000)
+    assert len(net.take(1, 1)[0].payload) == 1000
+
+
+def test_a_poller_that_breaks_is_a_failure(network):
+    net = network("ipc", *PAIR, heartbeat_s=0.01)
+    net[0]._loop._poller.poll = None
+    assert net.get(0, Failure).where == "the receive thread"
+
+
+def test_a_message_that_has_left_is_not_kept(network):
+    net = network("tcp", *PAIR)
+    net.begin()
+    data = np.zeros(1000, np.uint8)
+    left = weakref.ref(data)
+    net[0].send(EDGE, 0, (Part("uint8", (1000,), data),))
+    del data
+    net[0].flush(deadline=10.0)
+    net.settle(lambda: left() is None)
 
 
 def test_memory_out_of_reach_is_replaced_by_the_socket_and_said_once(network, part, monkeypatch, caplog):
