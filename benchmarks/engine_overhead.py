@@ -12,7 +12,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+import warnings
 from dataclasses import dataclass
 
 from pipeline import Group, Job, Outcome, Stage
