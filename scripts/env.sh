@@ -29,9 +29,9 @@ rrfp_install() { # $1: log file, the rest: arguments of pip install
         [ "${PIPESTATUS[0]}" -eq 0 ]; then
         return 0
     elif grep -q "No space left on device" "$log"; then
-        rrfp_say "the disk is full: torch and its libraries need about $RRFP_DISK_GB GB in $RRFP_ROOT/.venv (and TMPDIR while installing)"
-    elif grep -qE "NewConnectionError|Temporary failure|Network is unreachable|Connection (refused|reset)|timed out|ProxyError|from versions: none" "$log"; then
-        rrfp_say "the package index can't be reached, or lacks a package: check the network, or pip's index and proxy settings (pip config list)"
+        rrfp_say "the disk is full: torch and its libraries need about $RRFP_DISK_GB GB in $RRFP_ROOT/.venv, TMPDIR a part of it"
+    elif grep -qE "ConnectionError|Temporary failure|is unreachable|Connection re|timed out|Proxy|versions: none" "$log"; then
+        rrfp_say "the package index can't be reached, or lacks a package: check the network and pip's settings (pip config list)"
     else
         tail -n 5 "$log" >&2
         rrfp_say "pip install $* failed; the whole output is in $log"
@@ -53,7 +53,7 @@ rrfp_setup() {
         rrfp_say "making .venv with $python ($("$python" -V))"
         if ! "$python" -m venv "$venv" >/dev/null 2>&1; then
             rm -rf "$venv"
-            rrfp_say "$python can't make a virtual environment: its venv module (with pip) is missing (Debian, Ubuntu: apt-get install python3-venv)"
+            rrfp_say "$python can't make a virtual environment: it lacks venv or pip (Debian: apt-get install python3-venv)"
             return 1
         fi
     elif ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then

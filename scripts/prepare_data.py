@@ -25,7 +25,7 @@ def documents():
 
 
 def vocabulary_argument() -> int:
-    """The value of --vocab-size that gives 256 ids with the end of a document at 255: before 0.18 Megatron adds that id itself."""
+    """The --vocab-size that gives 256 ids with the end of a document at 255: before 0.18 Megatron adds that id itself."""
     from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 
     size = 256 if NullTokenizer(256).eod == END_OF_DOCUMENT else 255

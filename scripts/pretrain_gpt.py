@@ -8,12 +8,10 @@ import functools
 import inspect
 
 import torch
-from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import arguments, get_args, get_timers, pretrain
@@ -46,7 +44,7 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
 
 
 def datasets_provider(samples, vp_stage=None):
-    """Training, validation and test sets with the numbers of `samples`. Every tensor-parallel rank reads them: same seed, same data."""
+    """Training, validation and test sets of `samples` each. Every tensor-parallel rank reads them: same seed, same data."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(
@@ -71,7 +69,7 @@ datasets_provider.is_distributed = True  # Megatron then asks every rank for its
 
 
 def get_batch(data_iterator, vp_stage=None) -> dict:
-    """The next microbatch, on the GPU; nothing on the stages that need no data. Tensors are [micro batch size, sequence length]."""
+    """The next microbatch, on the GPU, tensors [micro batch size, sequence length]; nothing on a stage that needs no data."""
     if not is_first_or_last_pipeline_stage(vp_stage):
         return {}
     return {name: value.cuda(non_blocking=True) for name, value in next(data_iterator).items() if torch.is_tensor(value)}

@@ -23,7 +23,7 @@ INSTALLED = {
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory) -> str:
-    """The interpreter of an environment that holds pretended packages, as old as we say we support, and setuptools to build with."""
+    """The interpreter of an environment with pretended packages, as old as we say we support, and setuptools to build with."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False, symlinks=True)
     python = str(folder / "bin/python")
@@ -45,8 +45,9 @@ def python(tmp_path_factory) -> str:
 
 def would_install(python: str, project: Path, extras: str = "") -> list[dict]:
     """The metadata of what pip would install, with no index to fetch from: a replaced package is an error."""
-    command = [sys.executable, "-m", "pip", "--python", python, "install", "--dry-run", "--quiet", "--no-index", "--no-build-isolation"]
-    done = subprocess.run([*command, "--report", "-", f"{project}{extras}"], capture_output=True, text=True, timeout=100, cwd=project)
+    options = ["--dry-run", "--quiet", "--no-index", "--no-build-isolation", "--report", "-"]
+    command = [sys.executable, "-m", "pip", "--python", python, "install", *options, f"{project}{extras}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=project)
     assert done.returncode == 0, done.stderr[-2000:]
     return [item["metadata"] for item in json.loads(done.stdout)["install"]]
 

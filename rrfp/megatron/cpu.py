@@ -58,7 +58,7 @@ def enable(*, device_count: int | None = None):
 
 
 def patch_megatron():
-    """Mend what megatron-core cannot do without Transformer Engine, Apex, a compiler or a GPU. Imports megatron. Again is harmless.
+    """Mend what megatron-core can't do without Transformer Engine, Apex, a compiler or a GPU. Imports it. Again is harmless.
 
     Raises ConfigurationError unless `enable()` came first.
     """
@@ -93,7 +93,7 @@ def _no_compilation_of_helpers():
 
 
 def _norm_under_sequence_parallelism():
-    """WrappedTorchNorm refuses sequence parallelism only since nobody marks its parameters for the gradient all-reduce: mark them."""
+    """WrappedTorchNorm refuses sequence parallelism since nobody marks its parameters for the gradient all-reduce: mark them."""
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     build = WrappedTorchNorm.__new__
@@ -143,9 +143,9 @@ def _keep_outputs_while_gloo_sends():
 def _checkpoint_worker_without_gpu():
     """Asynchronous saving (`--async-save --use-persistent-ckpt-worker`) hands tensors to a process of its own, by reference.
 
-    On a GPU the worker's copy to the host is the snapshot. A tensor on the CPU arrives in shared memory, and "copying" it to the
-    CPU copies nothing: training would go on writing what is being saved. So the worker copies for good; the trainer waits for that
-    in any case (PersistentAsyncCaller.schedule_async_call).
+    On a GPU the worker's copy to the host is the snapshot. A tensor on the CPU arrives in shared memory, and "copying" it to
+    the CPU copies nothing: training would go on writing what is being saved. So the worker copies for good; the trainer waits
+    for that in any case (PersistentAsyncCaller.schedule_async_call).
     """
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -155,7 +155,7 @@ def _checkpoint_worker_without_gpu():
 
 
 def _checkpoint_worker(*args, **kwargs):
-    """The loop of the checkpoint worker, a new interpreter that is not in CPU mode: it asks torch.cuda for nothing but its device."""
+    """The loop of the checkpoint worker, an interpreter that is not in CPU mode: all it asks torch.cuda for is its device."""
     import torch
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 

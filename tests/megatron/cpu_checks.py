@@ -1,4 +1,4 @@
-"""What test_cpu.py checks inside one process in CPU mode: `cpu_checks.py FOLDER` runs every check and writes FOLDER/results.json."""
+"""What test_cpu.py checks inside one process in CPU mode. `cpu_checks.py FOLDER` runs all and writes FOLDER/results.json."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def devices():
     for device in ("cuda", "cuda:1", 0, torch.device("cuda", 2), torch.cuda.current_device()):
         for tensor in (
             torch.zeros(2, device=device), torch.ones(2).to(device), torch.ones(2).new_empty(3, device=device),
-            torch.ones(2).to(device, torch.float64), torch.tensor([1], device=device, pin_memory=False), torch.zeros(1).cuda(device),
+            torch.ones(2).to(device, torch.float64), torch.tensor([1], device=device), torch.zeros(1).cuda(device),
         ):  # fmt: skip
             assert tensor.device.type == "cpu", (device, tensor.device)
     module = torch.nn.Linear(2, 2).cuda().to("cuda")
@@ -241,7 +241,8 @@ def saved_tensors_are_copies():
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
     tensor = torch.zeros(2, requires_grad=True)
-    ((name, key, (data, ((item, copy),))),) = FileSystemWriterAsync.preload_tensors([("file", "key", (["bytes"], [("item", tensor)]))])
+    buckets = [("file", "key", (["bytes"], [("item", tensor)]))]
+    ((name, key, (data, ((item, copy),))),) = FileSystemWriterAsync.preload_tensors(buckets)
     assert (name, key, data, item) == ("file", "key", ["bytes"], "item")
     with torch.no_grad():
         shared = tensor.detach().to("cpu", non_blocking=True)  # control: what Megatron does copies nothing here
