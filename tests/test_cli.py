@@ -1,0 +1,74 @@
+"""The command line: which command runs, what is refused, and with which exit status."""
+
+import subprocess
+import sys
+
+import pytest
+
+from rrfp import cli
+from rrfp.errors import ConfigurationError
+
+
+@pytest.fixture(autouse=True)
+def first_rank(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+
+
+def test_doctor_gets_its_arguments(monkeypatch):
+    from rrfp import doctor
+
+    seen = []
+    monkeypatch.setattr(doctor, "main", lambda argv: seen.append(argv) or 1)
+    assert cli.main(["doctor", "--timeout", "3"]) == 1
+    assert seen == [["--timeout", "3"]]
+
+
+def test_trace_gets_its_arguments(monkeypatch):
+    from rrfp.trace import command
+
+    seen = []
+    monkeypatch.setattr(command, "main", lambda argv: seen.append(argv))
+    assert cli.main(["trace", "DIR"]) == 0
+    assert seen == [["DIR"]]
+
+
+def test_a_refusal_is_one_line_and_status_2(monkeypatch, capsys):
+    from rrfp import doctor
+
+    def refuse(argv):
+        raise ConfigurationError("--this 3: that rule; that way out")
+
+    monkeypatch.setattr(doctor, "main", refuse)
+    assert cli.main(["doctor"]) == 2
+    said = capsys.readouterr()
+    assert said.err == "rrfp: --this 3: that rule; that way out\n" and said.out == ""
+
+
+@pytest.mark.parametrize("argv, text", [
+    (["--gpu", "train.py"], "--gpu: unknown option before the script"),
+    (["no_such_script.py"], "no_such_script.py: no such script; give the path"),
+    ([], "usage:"),
+])
+def test_what_the_launcher_refuses(capsys, argv, text):
+    pytest.importorskip("torch")
+    assert cli.main(list(argv)) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_help_is_no_error(capsys):
+    pytest.importorskip("torch")
+    assert cli.main(["--help"]) == 0
+    assert "rrfp doctor" in capsys.readouterr().out
+
+
+def test_refusals_are_said_by_one_rank(capsys, monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.setenv("RANK", "1")
+    assert cli.main(["no_such_script.py"]) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_doctor_and_trace_need_no_megatron():
+    """Neither command may depend on what the launcher imports."""
+    script = "import sys; from rrfp import cli; import rrfp.doctor; sys.exit(any(m in sys.modules for m in ('torch', 'megatron')))"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
