@@ -46,12 +46,12 @@ def main(argv: list[str]) -> int:
     """
     parser = argparse.ArgumentParser(prog="rrfp doctor", description="what is here, what would be used, what is missing")
     parser.add_argument("--interface", help="as --rrfp-interface: network interface or address for messages between hosts")
-    parser.add_argument("--store", metavar="DIR", help="a directory that all ranks see, where they meet; by default MASTER_ADDR:MASTER_PORT")
-    parser.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help="the most that one edge may take; default %(default)g")
+    parser.add_argument("--store", metavar="DIR", help="where ranks meet: a directory that all see; by default the job's own store")
+    parser.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help="most that one edge may take (%(default)g)")
     options = parser.parse_args(argv)
     rank, ranks = whole("RANK", 0), whole("WORLD_SIZE", 1)
     if not 0 <= rank < ranks:
-        raise ConfigurationError(f"RANK={rank} with WORLD_SIZE={ranks}: a rank is one of 0..WORLD_SIZE-1; start all ranks with torchrun")
+        raise ConfigurationError(f"RANK={rank} with WORLD_SIZE={ranks}: a rank is below WORLD_SIZE; start all ranks with torchrun")
     lines, missing = inspect(options.interface)
     if rank == 0:
         print("\n".join(f"{label + ':':<24}{text}" for label, text in lines))
@@ -76,7 +76,7 @@ def whole(name: str, default: int) -> int:
 
 # ------------------------------------------------------------------ what is here
 def inspect(interface: str | None) -> tuple[list[tuple[str, str]], list[str]]:
-    """Lines of (what, how it is), and what keeps training from running. Imports torch, but neither megatron nor Transformer Engine."""
+    """Lines of (what, how it is), and what keeps training from running. Imports torch, but not megatron."""
     missing: list[str] = []
     lines = [("rrfp", __version__), ("python", f"{platform.python_version()} ({sys.executable})")]
     lines += [("numpy", np.__version__), ("pyzmq", f"{zmq.__version__} (libzmq {zmq.zmq_version()})")]
@@ -95,7 +95,7 @@ def torch_lines(missing: list[str]) -> list[tuple[str, str]]:
         count = torch.cuda.device_count()
         device = f"{count} x {torch.cuda.get_device_name(0)}; messages between stages pass through host memory"
     else:
-        device = "CPU only (torch.cuda.is_available() is False): train with `python -m rrfp --cpu SCRIPT` or rrfp.install(cpu=True)"
+        device = "CPU only (torch.cuda.is_available() says so): train with `python -m rrfp --cpu SCRIPT` or rrfp.install(cpu=True)"
     return [("torch", torch.__version__), ("device", device)]
 
 
@@ -108,7 +108,7 @@ def megatron_lines(missing: list[str]) -> list[tuple[str, str]]:
     numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
     if not OLDEST <= numbers < NEWEST:
         missing.append(f"megatron-core {version} is not supported (0.17.1 to 0.19.x are): pip install '{MEGATRON}'")
-    where = training or "missing: `python -m rrfp SCRIPT` needs it (a Megatron-LM checkout has it); rrfp.install(...) works without"
+    where = training or "missing: `python -m rrfp SCRIPT` needs it (a Megatron-LM checkout has it), rrfp.install() doesn't"
     return [("megatron-core", f"{version} ({core})"), ("megatron.training", where)]
 
 

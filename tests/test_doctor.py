@@ -33,8 +33,8 @@ def test_plain_lines_and_status_0(capsys):
     pytest.importorskip("megatron.core")
     assert doctor.main([]) == 0
     said = lines(capsys.readouterr().out)
-    for label in ("rrfp", "python", "torch", "device", "megatron-core", "megatron.training", "transformer engine",
-                  "NVIDIA Apex extensions", "numpy", "pyzmq", "host", "address", "authentication", "inside a host", "between hosts"):
+    for label in ("rrfp", "python", "torch", "device", "megatron-core", "megatron.training", "transformer engine", "numpy", "pyzmq",
+                  "NVIDIA Apex extensions", "host", "address", "authentication", "inside a host", "between hosts"):
         assert said[label]
     assert "torchrun" in said["edges"]
     import torch
@@ -66,7 +66,8 @@ def test_missing_megatron(monkeypatch):
     assert len(missing) == 1 and f"pip install '{doctor.MEGATRON}'" in missing[0]
 
 
-@pytest.mark.parametrize("numbers, fine", [((0, 17, 0), False), ((0, 17, 1), True), ((0, 18, 2), True), ((0, 19, 3), True), ((0, 20, 0), False)])
+@pytest.mark.parametrize("numbers, fine", [
+    ((0, 17, 0), False), ((0, 17, 1), True), ((0, 18, 2), True), ((0, 19, 3), True), ((0, 20, 0), False)])
 def test_the_release_of_megatron_that_would_be_imported(tmp_path, monkeypatch, numbers, fine):
     names = zip(("MAJOR", "MINOR", "PATCH"), numbers, strict=True)
     (tmp_path / "package_info.py").write_text("".join(f"{name} = {number}\n" for name, number in names))
@@ -166,7 +167,7 @@ def test_under_torchrun(full):
     if not full:
         pytest.skip("reduced counts")
     pytest.importorskip("torch")
-    run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", "rrfp", "doctor"],
-                         cwd=ROOT, timeout=110, capture_output=True, text=True)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    run = subprocess.run([*torchrun, "-m", "rrfp", "doctor"], cwd=ROOT, timeout=110, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("GB/s") == 6 and "all is well" in run.stdout

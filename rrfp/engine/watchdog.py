@@ -2,8 +2,8 @@
 
 It sees what the rank loop cannot: a peer lost while this rank is in the optimizer, a checkpoint or a data loader, a peer that is
 stopped, and an action of this rank that never returns. It reads; it changes nothing of the engine's. On a failure it says so at
-once, on this rank, naming who failed, writes a report, and makes sure that the process ends: a rank that waits in a collective for
-a dead peer would wait for ever. Only closing the pipeline (`rrfp.uninstall()`) keeps a process alive after a failure.
+once, on this rank, naming who failed, writes a report, and makes sure that the process ends: a rank that waits in a collective
+for a dead peer would wait for ever. Only closing the pipeline (`rrfp.uninstall()`) keeps a process alive after a failure.
 """
 
 import faulthandler
@@ -34,8 +34,8 @@ class Watcher:
     Args:
         engine: whose latch and progress to watch.
         departed: pipeline ranks that have said goodbye; their silence means nothing.
-        report: writes a report somewhere that outlives the process; called once, with the text, from the watcher's thread. Returns
-            where it is, or None.
+        report: writes a report somewhere that outlives the process; called once, with the text, from the watcher's thread.
+            Returns where it is, or None.
         grace: seconds after a failure until the process is ended.
     """
 
@@ -99,7 +99,8 @@ class Watcher:
         for rank, silence in engine.transport.state()["peers"].items():
             if silence > limit and rank not in self._departed:
                 # Heartbeats come from a thread of that process: whatever its main thread computes, they go on.
-                self._fail(Failure(rank, "heartbeat", f"no sign of life for {silence:.0f} s: stopped, or its machine hangs", lost=True))
+                text = f"no sign of life for {silence:.0f} s: stopped, or its machine hangs"
+                self._fail(Failure(rank, "heartbeat", text, lost=True))
                 return
 
     def _fail(self, failure: Failure) -> None:
@@ -145,8 +146,9 @@ def stacks() -> str:
 
 
 def write_report(text: str, *, rank: int, directory: str | None) -> str | None:
-    """Write `text` to `rrfp-failure-rank<r>.txt` in $RRFP_REPORT_DIR, else `directory`, else the working directory. Returns the path.
+    """Write `text` to `rrfp-failure-rank<r>.txt` in $RRFP_REPORT_DIR, else `directory`, else the working directory.
 
+    Returns the path, None if it could not be written.
     Under torchrun the agent ends the survivors as soon as one rank is gone, and what they print may be lost: the file stays.
     """
     path = Path(os.environ.get("RRFP_REPORT_DIR") or directory or ".") / f"rrfp-failure-rank{rank}.txt"

@@ -130,7 +130,7 @@ class Runtime:
 
 
 def _record_for_torchrun(text: str) -> None:
-    """Where torchrun looks for a worker's error (TORCHELASTIC_ERROR_FILE); its summary then shows it. Nothing without torchrun."""
+    """Where torchrun looks for a worker's error (TORCHELASTIC_ERROR_FILE); its summary then shows it. Else nothing."""
     get_error_handler().record_exception(PipelineError(text))
 
 

@@ -51,7 +51,8 @@ class Server:
 
     def __init__(self):
         self._process = subprocess.Popen([sys.executable, str(HERE / "faults_server.py"), SCRIPT], cwd=ROOT, text=True,
-                                         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+                                         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+                                              "PYTHONWARNINGS": "ignore"},
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._lines: queue.SimpleQueue = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -93,14 +94,11 @@ class Server:
                 ended[pids.index(pid)] = code, when
         mark = folder / "mark"
         zero = float(mark.read_text()) if mark.exists() else start
-        result = [Ended(rank, *_since(ended[rank], zero), outputs[rank].read_text(), report(folder, rank)) for rank in range(RANKS)]
+        result = [Ended(rank, ended[rank][0], ended[rank][1] - zero, outputs[rank].read_text(), report(folder, rank))
+                  for rank in range(RANKS)]
         for end in result:
             print(f"rank {end.rank}: exit status {end.code} after {end.seconds:.1f} s\n{end.output[-6000:]}\n")
         return result
-
-
-def _since(end: tuple[int, float], zero: float) -> tuple[int, float]:
-    return end[0], end[1] - zero
 
 
 def report(folder: Path, rank: int) -> str:

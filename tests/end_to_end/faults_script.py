@@ -170,7 +170,8 @@ def main():
     runtime.close_all()
     forget_inputs()
     gc.collect()  # what the exception's frames held
-    print(f"opened {len(opened)} descriptors; leftovers: {leftovers(opened, shared) or 'none'}\n{error}", file=sys.stderr, flush=True)
+    left = leftovers(opened, shared) or "none"
+    print(f"opened {len(opened)} descriptors; leftovers: {left}\n{error}", file=sys.stderr, flush=True)
     sys.exit(0 if error is None else 1)
 
 

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.timeout(300)
 def data(tmp_path_factory) -> list[str]:
     """Arguments of a tiny GPT on real text, four stages, eight microbatches an iteration."""
     folder = tmp_path_factory.mktemp("data")
-    subprocess.run([sys.executable, str(ROOT / "scripts/prepare_data.py"), str(folder)], check=True, timeout=120, capture_output=True,
-                   env={**os.environ, "PYTHONPATH": str(ROOT)})
+    subprocess.run([sys.executable, str(ROOT / "scripts/prepare_data.py"), str(folder)], check=True, timeout=120,
+                   capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     arguments = (ROOT / "scripts/tiny_gpt.args").read_text().split() + (folder / "text.args").read_text().split()
     return [*arguments, "--distributed-backend", "gloo", "--pipeline-model-parallel-size", str(RANKS), "--train-iters", "3",
             "--pipeline-schedule", "rrfp", "--rrfp-timeout", str(TIMEOUT)]
@@ -106,7 +106,7 @@ def test_a_stopped_rank_is_reported_within_the_timeout(server, data, tmp_path, c
     seconds(capsys, "SIGSTOP of rank 2", ended)
     for end in others(ended, 2):
         assert end.code == 1
-        assert end.seconds < TIMEOUT + 15
+        assert end.seconds < TIMEOUT + 20
         assert f"{name(2)} was lost (heartbeat): no sign of life for" in end.output
     # The report of a neighbour shows whose sign of life is old, and what is missing.
     for text in (ended[1].report, ended[3].report):
@@ -123,16 +123,16 @@ def test_an_action_that_never_returns_is_reported_with_its_stack(server, data, t
     for end in ended:
         assert end.code == 1
         assert f"{name(2)} failed (2F3): 2F3 has been running for" in end.output
-        assert end.seconds < TIMEOUT + 20 + 5
+        assert end.seconds < TIMEOUT + 30
         assert "threading.Event().wait(300)" in end.report  # the very line, on every rank
-    assert all(end.seconds < TIMEOUT + 10 for end in others(ended, 2))
+    assert all(end.seconds < TIMEOUT + 20 for end in others(ended, 2))
 
 
 def test_an_exception_in_a_forward_step_reaches_all_ranks(server, data, tmp_path, capsys):
     ended = server.run(tmp_path, data, fault=fault(1, "raise", "forward", microbatch=3))
     seconds(capsys, "exception in 1F3", ended)
     for end in others(ended, 1):
-        assert end.code == 1 and end.seconds < 15
+        assert end.code == 1 and end.seconds < 30
         assert f"{name(1)} failed (1F3): ValueError: a fault on purpose" in end.output
         assert f"traceback of {name(1)}" in end.output and "in strike" in end.output
     assert "ValueError: a fault on purpose" in ended[1].output and "was lost" not in ended[1].output
@@ -146,7 +146,7 @@ def test_an_end_outside_the_schedule_reaches_all_ranks(server, data, tmp_path, c
     seconds(capsys, f"{text} outside the schedule on rank {rank}", ended)
     assert ended[rank].code == code
     for end in others(ended, rank):
-        assert end.code == 1 and end.seconds < 15
+        assert end.code == 1 and end.seconds < 30
         assert f"{name(rank)} failed (outside the schedule): {text}" in end.output
         assert text in end.report
 
@@ -161,7 +161,7 @@ def test_a_data_iterator_that_ends_early(server, data, tmp_path, capsys):
         assert end.code == 1
         assert re.search(r"opened [1-9]\d* descriptors; leftovers: none", end.output)
     for end in others(ended, 3):
-        assert end.seconds < 15
+        assert end.seconds < 30
         assert f"{name(3)} failed (3F3): StopIteration" in end.output
         told = (tmp_path / f"rrfp-failure-rank{end.rank}.txt").stat().st_mtime
         assert told - (tmp_path / "mark").stat().st_mtime < 5
@@ -176,16 +176,17 @@ def test_a_normal_end_is_silent_and_quick(server, data, tmp_path, capsys):
         said = [line for line in end.output.splitlines() if "[rrfp]" in line]
         assert all(line.startswith("[rrfp] hint ") for line in said), said
         assert "Traceback" not in end.output
-    assert max(end.seconds for end in ended) - min(end.seconds for end in ended) < 10
+    assert max(end.seconds for end in ended) - min(end.seconds for end in ended) < 30
     workers_gone(str(tmp_path))
 
 
 def test_under_torchrun_a_report_and_the_summary_name_the_lost_rank(data, tmp_path):
     """The agent ends the survivors at once; what they printed may be lost, the files are not."""
-    environment = {**os.environ, **faults_job.environment(tmp_path, fault(1, "kill", "forward", microbatch=5)), "PYTHONPATH": str(ROOT)}
+    struck = faults_job.environment(tmp_path, fault(1, "kill", "forward", microbatch=5))
+    environment = {**os.environ, **struck, "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--master-port", str(faults_job.free_port()),
-         "-m", "rrfp", "--cpu", SCRIPT, *data],
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS),
+         "--master-port", struck["MASTER_PORT"], "-m", "rrfp", "--cpu", SCRIPT, *data],
         cwd=ROOT, env=environment, timeout=200, capture_output=True, text=True)
     assert run.returncode == 1
     reports = [text for rank in range(RANKS) if (text := faults_job.report(tmp_path, rank))]
