@@ -1,0 +1,135 @@
+"""The demo: one GPT, four pipeline stages, real text, the same seed; Megatron's own 1F1B, then RRFP. Called by scripts/demo.sh.
+
+Four processes on a small machine can't show a pipeline's timing by real compute, so every action is padded to an emulated duration
+(the training stays real). The strict control stands beside every other run: it is the fixed order on our transport, so what it gains is
+communication, and only what a run gains over it is readiness or memory.
+"""
+
+import argparse
+import os
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from rrfp.trace.breakdown import CAUSES, summarise
+from rrfp.trace.chrome import write_chrome
+from rrfp.trace.files import read
+from rrfp.trace.picture import draw
+
+ROOT = Path(__file__).resolve().parent.parent
+RUNS = {
+    "Megatron 1F1B": [],
+    "RRFP strict (control)": ["--pipeline-schedule", "rrfp", "--rrfp-mode", "strict", "--rrfp-hint", "1f1b"],
+    "RRFP": ["--pipeline-schedule", "rrfp"],
+    "RRFP, memory of 2P": ["--pipeline-schedule", "rrfp", "--rrfp-hint", "fill-alt", "--rrfp-limit", "2p"],
+}
+_ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+).*?elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: (\S+).*?grad norm: (\S+)")
+DEADLINE = 300.0
+
+
+def train(name: str, flags: list[str], options, folder: Path) -> list[tuple[str, str]]:
+    """Train once; (loss, gradient norm) of every iteration, as Megatron prints them. Exits with the log's end if the training fails."""
+    log, trace = folder / "log.txt", folder / "trace"
+    for old in trace.glob("rank*.jsonl"):
+        old.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+    command = ["bash", str(ROOT / "scripts/pretrain_gpt.sh"), "--cpu", "--train-iters", str(options.iterations), "--global-batch-size",
+               str(2 * options.microbatches), "--rrfp-emulate", options.scenario, "--rrfp-trace", str(trace), *flags]
+    environment = os.environ | {"STAGES": str(options.stages), "DATA": str(options.out / "data"), "PYTHONWARNINGS": "ignore", "RRFP_REPORT_DIR": str(folder)}
+    results, start = [], time.monotonic()
+    with open(log, "w") as file, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as process:
+        timer = threading.Timer(DEADLINE, process.kill)
+        timer.start()
+        _progress(f"{name:<22} starting {options.stages} processes ...")
+        try:
+            for line in process.stdout:
+                file.write(line)
+                if found := _ITERATION.search(line):
+                    iteration, total, milliseconds, loss, norm = found.groups()
+                    results.append((loss, norm))
+                    _progress(f"{name:<22} iteration {iteration}/{total}  loss {float(loss):.4f}  {float(milliseconds):6.0f} ms    ")
+        finally:
+            timer.cancel()
+    print(f"{name:<22} done in {time.monotonic() - start:.0f} s{' ' * 40}", flush=True)
+    if process.returncode != 0 or len(results) != options.iterations:
+        tail = "".join(log.read_text().splitlines(keepends=True)[-15:])
+        sys.exit(f"{tail}\n[rrfp] the training failed (exit status {process.returncode}); its whole output is in {log}")
+    return results
+
+
+def _progress(text: str) -> None:
+    """One line that is written over on a terminal, and stays a line of its own in a file."""
+    print(text, end="\r" if sys.stdout.isatty() else "\n", flush=True)
+
+
+def row(name: str, losses, reference, timeline, baseline: float | None) -> tuple[list[str], float]:
+    """One line of the table, and the median time of an iteration."""
+    seconds = []
+    for number in timeline.calls[1:]:
+        call = timeline.of_call(number).values()
+        seconds.append(max(c.end for c in call) - min(c.begin for c in call))
+    median = statistics.median(seconds)
+    summary = summarise(timeline.breakdowns())
+    parts = summary.mean.parts()
+    total = sum(parts.values())
+    blocked = sum(parts.get(cause, 0) for cause in CAUSES)
+    peaks = "/".join(str(max(part.peak_in_flight.values())) for part in summary.ranks.values())
+    same = "reference" if losses is reference else "equal" if losses == reference else "DIFFERENT"
+    factor = f"{(baseline or median) / median:.2f}"
+    return [name, same, f"{1000 * median:.0f} ms", factor, peaks, f"{100 * parts['compute'] / total:.0f}%", f"{100 * blocked / total:.0f}%",
+            f"{100 * parts['runtime'] / total:.1f}%"], median
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="scripts/demo.sh", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"))
+    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=12)
+    parser.add_argument("--iterations", type=int, default=6)
+    parser.add_argument("--scenario", default="lengths:20:1", help="emulated durations: NAME[:UNIT_MS[:SEED]], see docs/emulation.md")
+    options = parser.parse_args()
+    print(f"training a GPT on real text over {options.stages} stages on this CPU, {options.microbatches} microbatches an iteration; durations are "
+          f"EMULATED (scenario {options.scenario}): every action sleeps up to its drawn duration, the same draws in every run", flush=True)
+    timelines, rows, reference, baseline = [], [], None, None
+    for name, flags in RUNS.items():
+        folder = options.out / re.sub(r"\W+", "-", name.lower()).strip("-")
+        losses = train(name, flags, options, folder)
+        timeline = read(folder / "trace")
+        reference = reference or losses
+        cells, median = row(name, losses, reference, timeline, baseline)
+        baseline = baseline or median
+        rows.append(cells)
+        timelines.append((name, timeline))
+        write_chrome(timeline, folder / "trace.json")
+    head = ["schedule", "losses", "iteration", "speed-up", "peak in flight", "computing", "blocked", "runtime"]
+    widths = [max(len(cells[column]) for cells in [head, *rows]) for column in range(len(head))]
+    print()
+    for cells in [head, *rows]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip())
+    print(f"\nlosses: loss and gradient norm of all {options.iterations} iterations, digit for digit. Times: median of iterations 2 to "
+          f"{options.iterations}, emulated durations. Peak in flight: activations held per stage.")
+    for line in sorted({line for name in RUNS for line in _overruns(options.out, name)}):
+        print(line)
+    try:
+        draw(timelines, options.out / "timeline.png")
+        print(f"timeline: {options.out / 'timeline.png'}")
+    except Exception as error:
+        print(f"no picture: {error}")
+    print(f"traces:   {options.out}/*/trace.json (open at https://ui.perfetto.dev)")
+    if any(cells[1] == "DIFFERENT" for cells in rows):
+        sys.exit("[rrfp] losses differ: please report this with the logs")
+
+
+def _overruns(out: Path, name: str) -> list[str]:
+    log = out / re.sub(r"\W+", "-", name.lower()).strip("-") / "log.txt"
+    counts = [tuple(map(int, found)) for found in re.findall(r"(\d+) of (\d+) actions took longer", log.read_text())]
+    late, total = (sum(column) for column in zip(*counts)) if counts else (0, 0)
+    return [f"overruns: {name}: {late} of {total} actions took longer than drawn"]
+
+
+if __name__ == "__main__":
+    main()
