@@ -7,7 +7,6 @@ itself does at these times with messages that take no time: only what lies above
 """
 
 import argparse
-import functools
 import os
 import statistics
 import sys
@@ -93,8 +92,8 @@ def _sleeping_model(ranks: int, *, first: bool):
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.config = TransformerConfig(num_layers=ranks, hidden_size=HIDDEN, num_attention_heads=1, pipeline_dtype=torch.float32,
-                                            pipeline_model_parallel_size=ranks)
+            self.config = TransformerConfig(num_layers=ranks, hidden_size=HIDDEN, num_attention_heads=1,
+                                            pipeline_dtype=torch.float32, pipeline_model_parallel_size=ranks)
             self.held = self.peak = 0
             self.weight = torch.nn.Parameter(torch.zeros(SEQUENCE, 1, HIDDEN)) if first else None
             self.input = None
@@ -140,8 +139,9 @@ def table(outcomes: dict[Contender, list[Outcome]], ideal: float) -> list[str]:
         seconds = [outcome.seconds for outcome in runs]
         middle = statistics.median(seconds)
         low, _, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
-        lines.append(f"{contender.name:24} {middle:8.3f} {low:7.3f} {high:7.3f} {middle / ideal:8.4f} {contender.simulated / ideal:9.4f} "
-                     f"{middle / contender.simulated:11.4f} {middle / reference:8.4f}  {_shares(runs)} {' '.join(map(str, runs[-1].peaks))}")
+        lines.append(f"{contender.name:24} {middle:8.3f} {low:7.3f} {high:7.3f} {middle / ideal:8.4f} "
+                     f"{contender.simulated / ideal:9.4f} {middle / contender.simulated:11.4f} {middle / reference:8.4f}  "
+                     f"{_shares(runs)} {' '.join(map(str, runs[-1].peaks))}")
     return lines
 
 
@@ -183,9 +183,10 @@ def main() -> int:
     ideal = 3 * options.forward_ms / 1e3 * (options.microbatches + options.ranks - 1)
     todo = contenders(options, ideal)
     outcomes: dict[Contender, list[Outcome]] = {contender: [] for contender in todo}
-    print(f"{options.ranks} stages, {options.microbatches} microbatches, F {options.forward_ms:g} ms, B {2 * options.forward_ms:g} ms, ideal "
-          f"{ideal:.3f} s; {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}; about "
-          f"{(options.repeats + 0.3) * len(todo) * ideal * 1.05 / 60:.1f} minutes", flush=True)
+    minutes = (options.repeats + 0.3) * len(todo) * ideal * 1.05 / 60
+    print(f"{options.ranks} stages, {options.microbatches} microbatches, F {options.forward_ms:g} ms, "
+          f"B {2 * options.forward_ms:g} ms, ideal {ideal:.3f} s; {len(os.sched_getaffinity(0))} cores, "
+          f"load {os.getloadavg()[0]:.1f}; about {minutes:.1f} minutes", flush=True)
     stage = Stage
     if not options.no_megatron:
         from rrfp.megatron import cpu
@@ -194,7 +195,7 @@ def main() -> int:
         cpu.enable(device_count=1)
         cpu.patch_megatron()  # imported once, before the ranks are forked
         stage = WithMegatron
-    with Group(options.ranks, stage=functools.partial(stage)) as group:
+    with Group(options.ranks, stage=stage) as group:
         for contender in todo[:3]:
             group.run(contender.job)  # connections and buffers
         for repeat in range(options.repeats):

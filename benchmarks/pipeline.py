@@ -1,6 +1,6 @@
 """A group of real processes that run engine-only calls: emulated stages, the real engine, scheduler and transport.
 
-The group is started once for a layout; jobs (a policy, microbatches, durations) run inside it one after another, all ranks in step.
+The group is started once for a layout; jobs (a policy, microbatches, durations) run inside it one after another, ranks in step.
 """
 
 import gc
@@ -54,15 +54,18 @@ class Outcome:
 class Stage:
     """One rank in its process. `trace`: directory of a trace, or None."""
 
-    def __init__(self, rank: int, ranks: int, directory: str, *, start_deadline: float, call_timeout: float, trace: Path | None = None):
+    def __init__(
+        self, rank: int, ranks: int, directory: str, *, start_deadline: float, call_timeout: float, trace: Path | None = None
+    ):
         self.rank, self.placement = rank, Placement.looped(ranks)
         tasks = chain(self.placement, rank, 1).tasks.values()
         self._transport = ZmqTransport(
-            rank=rank, edges_in=sorted({e for t in tasks for e in t.arrivals}), edges_out=sorted({e for t in tasks for e in t.sends}),
+            rank=rank, edges_in=sorted({edge for task in tasks for edge in task.arrivals}),
+            edges_out=sorted({edge for task in tasks for edge in task.sends}),
             owner=dict(enumerate(self.placement.owners)), store=FileStore(directory), slot_bytes=1 << 17)
         self._recorder = Recorder(rank=rank, stages=(rank,), directory=trace, ranks=ranks)
-        self._engine = Engine(rank=rank, owner=self.placement.rank_of, transport=self._transport, agreement=Solo(), recorder=self._recorder,
-                              timeout=call_timeout)
+        self._engine = Engine(rank=rank, owner=self.placement.rank_of, transport=self._transport, agreement=Solo(),
+                              recorder=self._recorder, timeout=call_timeout)
         self._transport.open(self._engine.post, deadline=start_deadline)
         self._durations: dict[str, float] = {}
 
@@ -103,8 +106,13 @@ class Group:
         barrier = context.Barrier(ranks)
         pipes = [context.Pipe() for _ in range(ranks)]
         self._pipes = [ours for ours, _ in pipes]
-        make = lambda rank: stage(rank, ranks, self._directory.name, start_deadline=start_deadline, call_timeout=call_timeout)  # noqa: E731
-        self._workers = [context.Process(target=_work, args=(rank, make, pipes, barrier, call_timeout), daemon=True) for rank in range(ranks)]
+
+        def make(rank: int) -> Stage:
+            return stage(rank, ranks, self._directory.name, start_deadline=start_deadline, call_timeout=call_timeout)
+
+        self._workers = [
+            context.Process(target=_work, args=(rank, make, pipes, barrier, call_timeout), daemon=True) for rank in range(ranks)
+        ]
         for worker in self._workers:
             worker.start()
         for _, theirs in pipes:
@@ -119,7 +127,8 @@ class Group:
         for pipe in self._pipes:
             pipe.send(job)
         rows = self._collect(10.0 + 3 * self._call_timeout)
-        return Outcome(max(row[1] for row in rows) - min(row[0] for row in rows), [row[2] for row in rows], [row[3] for row in rows])
+        starts, ends, peaks, parts = zip(*rows, strict=True)
+        return Outcome(max(ends) - min(starts), list(peaks), list(parts))
 
     def close(self) -> None:
         """Every rank says goodbye, and reports what it could not let go of."""

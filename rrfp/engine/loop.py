@@ -306,17 +306,17 @@ class Engine:
         # A goodbye comes after every message that its rank has sent, so what is not here now will never come.
         expected = Counter(edge for task in self.scheduler.dependencies.tasks.values() for edge in task.arrivals)
         for edge, count in expected.items():
-            if (rank := self._owner(edge.source)) in self._departed and self._received[edge] < count:
+            if (rank := self._owner(edge.source)) in self._departed and (missing := count - self._received[edge]) > 0:
                 raise PipelineError(
-                    f"rank {rank} (stage {edge.source}) left before the end of call {self.call}: {count - self._received[edge]} messages "
-                    f"of edge {edge} will not come; {'; '.join(self.scheduler.explain())}")
+                    f"rank {rank} (stage {edge.source}) left before the end of call {self.call}: {missing} messages of edge "
+                    f"{edge} will not come; {'; '.join(self.scheduler.explain())}")
 
     def _check_receivers(self) -> None:
         """Nor does a rank that left take anything more."""
         for edge, end in self.transport.state().get("edges", {}).items():
             if end["direction"] == "out" and end["waiting"] and end["peer"] in self._departed:
-                raise PipelineError(f"rank {end['peer']} left before the end of call {self.call}: {end['waiting']} messages of edge {edge} "
-                                    "cannot be delivered")
+                raise PipelineError(f"rank {end['peer']} left before the end of call {self.call}: {end['waiting']} messages "
+                                    f"of edge {edge} cannot be delivered")
 
     def fail(self, error: BaseException) -> bool:
         """Latch `error` as this rank's failure and tell all peers. False if a failure is known already: then they know too."""
@@ -330,7 +330,7 @@ class Engine:
         return first
 
     def hang_report(self) -> str:
-        """What a person on call needs: last action, what is missing, credits, pending sends, and each peer's last sign of life."""
+        """What a person on call needs: last action, what is missing, credits, pending sends, each peer's last sign of life."""
         idle = self._clock() - self.last_progress
         scheduler = self.scheduler
         lines = [f"rank {self.rank}: nothing has moved for {idle:.1f} s in call {self.call}",
@@ -342,8 +342,9 @@ class Engine:
                 lines.append(f"  agreed, but not ready here: {self._agreed}")
         state = self.transport.state()
         for edge, end in state.get("edges", {}).items():
-            way, counts = ("to", "sent") if end["direction"] == "out" else ("from", "received")
-            lines.append(f"  edge {edge} {way} rank {end['peer']}: {end[counts]} {counts}, {end['waiting']} waiting, {end['credits']} credits")
+            way, moved = ("to", "sent") if end["direction"] == "out" else ("from", "received")
+            lines.append(f"  edge {edge} {way} rank {end['peer']}: {end[moved]} {moved}, {end['waiting']} waiting, "
+                         f"{end['credits']} credits")
         for rank, ago in state.get("peers", {}).items():
             left = " (has left)" if rank in self._departed else ""
             lines.append(f"  rank {rank}{left}: last sign of life {ago:.1f} s ago")

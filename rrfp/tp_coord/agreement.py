@@ -30,7 +30,10 @@ class Agreement(Protocol):
         """
 
     def decide(self, choice: Action | None) -> Action | None:
-        """Leader: publish `choice` and get it back. Follower: the next action of the agreed sequence, or None if none is out yet."""
+        """Leader: publish `choice` and get it back. Follower: the next action of the agreed sequence, None if none is out yet.
+
+        Each action is given out once. The engine asks again only when it has launched it: a member may be behind the leader.
+        """
 
     def close(self) -> None:
         """Let go of the other members. Safe to call twice."""

@@ -37,7 +37,9 @@ class VirtualExecutor:
 
     padded = 0.0
 
-    def __init__(self, clock: VirtualClock, duration: Callable[[Action], float], *, release: Callable[[Arrival], None], capacity: int):
+    def __init__(
+        self, clock: VirtualClock, duration: Callable[[Action], float], *, release: Callable[[Arrival], None], capacity: int
+    ):
         self.capacity = capacity
         self.log: list[tuple[Action, float]] = []
         """What was launched, and when."""
@@ -75,7 +77,8 @@ class VirtualExecutor:
     def _read(self, inputs: tuple[Arrival, ...]) -> list[str]:
         texts = [text_of(arrival) for arrival in inputs]
         for arrival, text in zip(inputs, texts, strict=True):
-            assert text.endswith(f" {arrival.edge}"), f"the memory of {arrival.edge}, microbatch {arrival.microbatch}, was written: {text!r}"
+            where = f"{arrival.edge}, microbatch {arrival.microbatch}"
+            assert text.endswith(f" {arrival.edge}"), f"the memory of {where}, was written: {text!r}"
         return texts
 
     @staticmethod
@@ -174,9 +177,9 @@ class Cluster:
         self.edges = sorted(set(edges))
         # A rank without edges has no transport; a pipeline of one gets a neighbour that never says anything.
         silent = 1 + max(owner)
-        links = {"owner": owner, "edges": self.edges} if self.edges else {"owner": {**owner, silent: -1}, "edges": [Edge(0, silent)]}
+        links = (owner, self.edges) if self.edges else ({**owner, silent: -1}, [Edge(0, silent)])
         self.networks = [
-            ScriptedNetwork(**links, clock=self.clock, credits=credits, lanes=lanes,
+            ScriptedNetwork(*links, clock=self.clock, credits=credits, lanes=lanes,
                             delays=lambda edge, microbatch, member=member: delay(edge, microbatch, member), **network)
             for member in range(members)
         ]
@@ -196,8 +199,7 @@ class Cluster:
     @classmethod
     def of(cls, placement, **options) -> "Cluster":
         """A chain of stages."""
-        edges = {edge for rank in range(placement.ranks) for task in chain(placement, rank, 1).tasks.values() for edge in task.arrivals}
-        return cls(dict(enumerate(placement.owners)), edges, **options)
+        return cls.of_dependencies((chain(placement, rank, 1) for rank in range(placement.ranks)), **options)
 
     @classmethod
     def of_dependencies(cls, pipeline: Iterable[Dependencies], **options) -> "Cluster":
@@ -210,7 +212,8 @@ class Cluster:
         if isinstance(event, Arrival):
             member.arrived[event.call, event.edge, event.lane].append(event.microbatch)
             here = sum(len(m) for (call, edge, _), m in member.arrived.items() if edge == event.edge)
-            gone = sum(event.edge in s.task(a).arrivals for s, e in zip(member.schedulers, member.executors, strict=True) for a in e.order)
+            calls = zip(member.schedulers, member.executors, strict=True)
+            gone = sum(event.edge in scheduler.task(a).arrivals for scheduler, executor in calls for a in executor.order)
             member.most_waiting[event.edge] = max(member.most_waiting[event.edge], here - gone)
         member.engine.post(event)
 
@@ -271,7 +274,7 @@ class Cluster:
 
     # ------------------------------------------------------------------ what must hold after every run
     def check(self) -> "Cluster":
-        """Every action once, on its inputs; lanes FIFO in dispatch order; limits; credits and memory all back; members in step."""
+        """Every action once, on its inputs; lanes FIFO in dispatch order; limits; credits all back; members in step."""
         self.clock.run_until_idle()
         for member in self.members:
             for call, (scheduler, executor) in enumerate(zip(member.schedulers, member.executors, strict=True)):
@@ -282,7 +285,8 @@ class Cluster:
                 for action, task in tasks.items():
                     for before in task.after:
                         assert executor.ended[before] <= dict(executor.log)[action]
-                    assert executor.inputs[action] == [f"{self._producer(call, edge, action.microbatch)} {edge}" for edge in task.arrivals]
+                    producers = [self._producer(call, edge, action.microbatch) for edge in task.arrivals]
+                    assert executor.inputs[action] == [f"{p} {edge}" for p, edge in zip(producers, task.arrivals, strict=True)]
                 self._check_lanes(member, call)
             first = next(other for other in self.members if other.rank == member.rank)
             assert [executor.order for executor in member.executors] == [executor.order for executor in first.executors]
@@ -303,7 +307,8 @@ class Cluster:
         for edge in {edge for task in scheduler.dependencies.tasks.values() for edge in task.sends}:
             receiver = next(m for m in self.members if m.rank == self.owner[edge.destination] and m.member == member.member)
             for lane in range(self.lanes):
-                sent = [a.microbatch for a in member.executors[call].order if edge in scheduler.task(a).sends and a.microbatch % self.lanes == lane]
+                sent = [a.microbatch for a in member.executors[call].order if edge in scheduler.task(a).sends]
+                sent = [microbatch for microbatch in sent if microbatch % self.lanes == lane]
                 assert receiver.arrived[call, edge, lane] == sent, f"{edge} lane {lane}"
 
 

@@ -8,7 +8,10 @@ from rrfp.placement import Placement
 from rrfp.policy import Policy
 
 
-@pytest.mark.parametrize("policy", [Policy(), Policy(hint="bf", limit="2p"), Policy(hint="1f1b", mode="strict")], ids=lambda p: p.hint)
+POLICIES = [Policy(), Policy(hint="bf", limit="2p"), Policy(hint="1f1b", mode="strict")]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.hint)
 def test_calls_of_different_sizes(virtual, policy):
     """Batch ramp-up, evaluation in between, fewer microbatches than stages."""
     placement = Placement.looped(4)
@@ -23,7 +26,11 @@ def test_messages_of_the_next_call_wait_for_it(virtual):
     placement = Placement.looped(2)
     cluster = virtual.Cluster.of(placement, duration=lambda action, _: 1.0 if action.stage == 0 else 30.0)
     sent = []
-    cluster.clock.call_at(5.5, lambda: sent.append((cluster[0].engine.call, cluster[1].engine.call, sum(map(len, cluster[1].arrived.values())))))
+
+    def look():
+        sent.append((cluster[0].engine.call, cluster[1].engine.call, sum(map(len, cluster[1].arrived.values()))))
+
+    cluster.clock.call_at(5.5, look)
     cluster.run(*[virtual.Call.chain(placement, 2, forward_only=True)] * 4).check()
     # Four credits: two calls have left, the first of them is being worked on.
     assert sent == [(2, 0, 2)]
@@ -37,8 +44,8 @@ def test_evaluation_needs_no_synchronisation(virtual, microbatches):
     for slow in range(3):
         cluster = virtual.Cluster.of(placement, duration=lambda action, _, slow=slow: 10.0 if action.stage == slow else 1.0)
         cluster.run(*[virtual.Call.chain(placement, microbatches, forward_only=True)] * 6).check()
-        busy = 6 * microbatches * 10.0
-        assert max(m.executor.ended[m.order[-1]] for m in cluster.members) == busy + 2.0, "the slow stage never waits for the others"
+        end = max(member.executor.ended[member.order[-1]] for member in cluster.members)
+        assert end == 6 * microbatches * 10.0 + 2.0, "the slow stage never waits for the others"
 
 
 def test_an_announcement_of_another_call_is_dropped(virtual):
@@ -66,6 +73,12 @@ def test_an_arrival_is_an_event_of_its_call(virtual):
     cluster = virtual.Cluster.of(placement)
     seen = []
     post = cluster[1].engine.post
-    cluster[1].engine.post = lambda event: (seen.append((event.call, cluster[1].engine.call)) if isinstance(event, Arrival) else None, post(event))
+
+    def posted(event):
+        if isinstance(event, Arrival):
+            seen.append((event.call, cluster[1].engine.call))
+        post(event)
+
+    cluster[1].engine.post = posted
     cluster.run(*[virtual.Call.chain(placement, 3, forward_only=True)] * 3).check()
     assert len(seen) == 9 and all(sent == now for sent, now in seen)

@@ -1,4 +1,4 @@
-"""The engine knows no shape of pipeline: chunks, hand-offs, split backwards, joins, lanes, domains and late completion are data."""
+"""The engine knows no shape of pipeline: chunks, hand-offs, split backwards, joins, lanes, domains, late completion are data."""
 
 import random
 
@@ -49,7 +49,8 @@ def test_split_backward_with_a_bound_on_pending_weights(virtual, bound):
 def test_a_weight_gradient_keeps_the_stage_input(virtual):
     """With a split backward the input's memory goes back after W, not after I: the executor reads it again then."""
     placement = Placement.looped(2)
-    virtual.Cluster.of(placement, credits=1).run(virtual.Call.chain(placement, 6, Policy(hint="zb-h1", split=True, limit="2p"))).check()
+    policy = Policy(hint="zb-h1", split=True, limit="2p")
+    virtual.Cluster.of(placement, credits=1).run(virtual.Call.chain(placement, 6, policy)).check()
 
 
 # ---------------------------------------------------------------------- a join of two branches
@@ -88,7 +89,8 @@ def test_kinds_that_nobody_has_heard_of(virtual):
         reduce = Action("REDUCE_GRAD", stage)
         tasks[reduce] = Task(reduce, after=tuple(action for action in tasks if action.kind == "B"))
         pipeline.append(Dependencies(dependencies.rank, dependencies.stages, tasks))
-    cluster = virtual.Cluster.of_dependencies(pipeline).run(virtual.Call(lambda rank: Scheduler(pipeline[rank], Prefer("BF"), limit=3))).check()
+    cluster = virtual.Cluster.of_dependencies(pipeline)
+    cluster.run(virtual.Call(lambda rank: Scheduler(pipeline[rank], Prefer("BF"), limit=3))).check()
     for rank in range(3):
         assert str(cluster[rank].order[-1]) == f"{rank}REDUCE_GRAD"
 
@@ -123,8 +125,8 @@ def domain(virtual, seed, *, agree=True, order="microbatch", lanes=1, members=2,
     cluster = virtual.Cluster.of(placement, delay=delay, members=members, agree=agree, lanes=lanes, capacity=capacity,
                                  news=lambda member: 0.1 * member,
                                  duration=lambda action, member: (2.0 if action.kind == "B" else 1.0) * (1 + 0.2 * member))
-    cluster.run(virtual.Call.chain(placement, 6, Policy(hint=hint, order=order, lanes=lanes, limit="3")), virtual.Call.chain(placement, 2))
-    return cluster
+    policy = Policy(hint=hint, order=order, lanes=lanes, limit="3")
+    return cluster.run(virtual.Call.chain(placement, 6, policy), virtual.Call.chain(placement, 2))
 
 
 @pytest.mark.parametrize("order, lanes", [("microbatch", 1), ("free", 2)])
@@ -209,7 +211,8 @@ def test_everything_hangs_on_completion(virtual, capacity):
 def test_capacity_is_a_bound(virtual):
     placement = Placement.looped(1)
     for capacity, starts in ((1, [0.0, 1.0, 2.0]), (2, [0.0, 0.0, 1.0])):
-        cluster = virtual.Cluster.of(placement, capacity=capacity).run(virtual.Call.chain(placement, 3, forward_only=True)).check()
+        cluster = virtual.Cluster.of(placement, capacity=capacity)
+        cluster.run(virtual.Call.chain(placement, 3, forward_only=True)).check()
         assert [start for _, start in cluster[0].executor.log] == starts
         # What was launched ahead is recorded after what it waited for: the trace (in debug mode here) refuses overlaps.
         parts = cluster[0].engine.recorder.last_call
@@ -228,7 +231,7 @@ def test_strict_dispatches_the_list(virtual):
 
 
 def test_an_announced_message_is_waited_for_until_it_is_overdue(virtual):
-    """0F1 is announced and late. Stage 1 leaves its pending W alone for a while, then takes it: woken by the clock, by no event."""
+    """0F1 is announced and late. Stage 1 leaves its pending W alone for a while, then takes it: woken by the clock alone."""
     placement = Placement.looped(2)
     cluster = virtual.Cluster.of(placement, duration=lambda action, _: 30.0 if str(action) == "0F1" else 1.0)
     cluster.run(virtual.Call.chain(placement, 4, Policy(split=True))).check()
@@ -253,7 +256,8 @@ def test_the_engine_does_what_the_simulator_says(virtual, hint):
         delay=lambda edge, m, _: delays["F" if edge.destination > edge.source else "B", edge.destination, m])
     cluster.run(virtual.Call.chain(placement, 12, policy)).check()
     assert [cluster[rank].order for rank in range(4)] == expected.rows
-    assert max(cluster[rank].executor.ended[a] for rank in range(4) for a in cluster[rank].order) == pytest.approx(expected.makespan)
+    end = max(cluster[rank].executor.ended[cluster[rank].order[-1]] for rank in range(4))
+    assert end == pytest.approx(expected.makespan)
 
 
 # ---------------------------------------------------------------------- warm-up
@@ -264,4 +268,5 @@ def test_warm_up_is_not_coupled_to_the_next_action(virtual):
         cluster = virtual.Cluster.of(placement, duration=lambda action, _: 0.05 if action.kind == "F" else 0.1)
         cluster.run(virtual.Call.chain(placement, 8, policy)).check()
         for stage in range(1, 4):
-            assert dict(cluster[stage].executor.log)[Action("F", stage, 0)] == cluster[stage - 1].executor.ended[Action("F", stage - 1, 0)]
+            ended = cluster[stage - 1].executor.ended[Action("F", stage - 1, 0)]
+            assert dict(cluster[stage].executor.log)[Action("F", stage, 0)] == ended

@@ -133,7 +133,8 @@ def test_a_send_that_waits_does_not_hold_up_compute(virtual):
 
 def test_a_send_that_waits_holds_up_nothing_else(virtual):
     """Messages the other way keep flowing: every edge has its own credits."""
-    cluster = virtual.Cluster.of(PAIR, credits=1, duration=lambda action, _: 1.0, delay=lambda edge, m, _: 5.0 if edge.source == 0 else 0.0)
+    cluster = virtual.Cluster.of(PAIR, credits=1, duration=lambda action, _: 1.0,
+                                 delay=lambda edge, m, _: 5.0 if edge.source == 0 else 0.0)
     cluster.run(virtual.Call.chain(PAIR, 6, Policy(hint="f-first", limit="6"))).check()
     backwards = [(a.microbatch, start) for a, start in cluster[0].executor.log if a.kind == "B"]
     for microbatch, start in backwards[:-1]:
@@ -144,5 +145,6 @@ def test_a_send_that_waits_holds_up_nothing_else(virtual):
 def test_limits_hold_however_late_completion_is(virtual):
     for capacity in (1, 2, 3):
         for limit in ("1", "2", "3"):
-            cluster = virtual.Cluster.of(PAIR, capacity=capacity).run(virtual.Call.chain(PAIR, 6, Policy(hint="f-first", limit=limit))).check()
+            cluster = virtual.Cluster.of(PAIR, capacity=capacity)
+            cluster.run(virtual.Call.chain(PAIR, 6, Policy(hint="f-first", limit=limit))).check()
             assert cluster[0].executor.peak == int(limit)

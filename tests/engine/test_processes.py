@@ -27,7 +27,8 @@ def nothing_left():
     """Compares this process' children, threads and descriptors before and after."""
 
     def held():
-        return (len(multiprocessing.active_children()), {thread.name for thread in threading.enumerate()}, len(os.listdir("/proc/self/fd")))
+        threads = {thread.name for thread in threading.enumerate()}
+        return len(multiprocessing.active_children()), threads, len(os.listdir("/proc/self/fd"))
 
     multiprocessing.get_context("fork").Barrier(1)  # makes the one arena that multiprocessing keeps for a process' life
     before = held()
@@ -59,7 +60,7 @@ def test_what_is_left_behind_is_seen(pipeline, nothing_left):
 
 
 def test_a_rank_that_fails_is_named_and_the_group_ends(pipeline, nothing_left):
-    with pytest.raises(RuntimeError, match=r"(?s)rank \d failed:.*PipelineError: rank 1 failed .1F1.|rank 1 failed:.*ZeroDivisionError"):
+    with pytest.raises(RuntimeError, match=r"(?s)rank 0 failed:.*rank 1 failed .1F1.: ZeroDivision|rank 1 failed:.*ZeroDivision"):
         with pipeline.Group(2, call_timeout=30.0) as group:
             group.run(Failing(Policy(), 2))
 

@@ -1,4 +1,4 @@
-"""Any policy, pipeline, delays, durations, lanes, credits and capacity: the properties of `Cluster.check` hold, and the call ends."""
+"""Any policy, pipeline, delays, durations, lanes, credits, capacity: the properties of `Cluster.check` hold, and calls end."""
 
 import random
 
@@ -10,8 +10,8 @@ from rrfp.placement import Placement
 from rrfp.policy import RULES, SPLIT_ONLY, Policy
 from rrfp.scheduler.lists import LISTS
 
-PLACEMENTS = [Placement.looped(2), Placement.looped(3), Placement.looped(5), Placement.looped(2, 2), Placement.v(2), Placement.v(3),
-              Placement.of((0, 1, 1, 0, 2))]
+PLACEMENTS = [Placement.looped(2), Placement.looped(3), Placement.looped(5), Placement.looped(2, 2), Placement.v(2),
+              Placement.v(3), Placement.of((0, 1, 1, 0, 2))]
 
 
 @st.composite
