@@ -270,3 +270,35 @@ def test_warm_up_is_not_coupled_to_the_next_action(virtual):
         for stage in range(1, 4):
             ended = cluster[stage - 1].executor.ended[Action("F", stage - 1, 0)]
             assert dict(cluster[stage].executor.log)[Action("F", stage, 0)] == ended
+
+
+def test_a_send_coupled_to_the_next_action_would_show(virtual):
+    """Negative control: a transport that lets go of a message when the next action has ended, as blocking schedules do."""
+
+    class Coupled:
+        def __init__(self, transport):
+            self._transport, self._held = transport, []
+
+        def __getattr__(self, name):
+            return getattr(self._transport, name)
+
+        def send(self, *message):
+            self._let_go()
+            self._held.append(message)
+
+        def flush(self, *, deadline):
+            self._let_go()
+            self._transport.flush(deadline=deadline)
+
+        def _let_go(self):
+            for message in self._held:
+                self._transport.send(*message)
+            self._held.clear()
+
+    placement = Placement.looped(2)
+    starts = {}
+    for transport in (lambda transport: transport, Coupled):
+        cluster = virtual.Cluster.of(placement, duration=lambda action, _: 0.05, transport=transport)
+        cluster.run(virtual.Call.chain(placement, 4, forward_only=True)).check()
+        starts[transport] = dict(cluster[1].executor.log)[Action("F", 1, 0)]
+    assert list(starts.values()) == [0.05, 0.1]
