@@ -7,6 +7,7 @@ from collections.abc import Callable
 from rrfp.errors import ConfigurationError
 from rrfp.megatron.arguments import add_arguments, options_from
 from rrfp.megatron.options import Options
+from rrfp.placement import Placement
 
 __all__ = ["Options", "add_arguments", "install", "install_from_args", "uninstall"]
 
@@ -42,7 +43,27 @@ def install_from_args(args: argparse.Namespace) -> None:
 
         if (line := refusal(args, order=options.order)) is not None:
             raise ConfigurationError(line)
+        _check_at_start(options, args)
     _install(options)
+
+
+def _check_at_start(options: Options, args: argparse.Namespace) -> None:
+    """Refuse now what a call would be refused for later: a list that does not fit, for any number of microbatches this run can have."""
+    placement = Placement.looped(args.pipeline_model_parallel_size)
+    for microbatches in sorted(_microbatches(args)):
+        options.policy.scheduler(placement, 0, microbatches)
+
+
+def _microbatches(args: argparse.Namespace) -> set[int]:
+    """Every number of microbatches per call that batch sizes, ramp-up and evaluation sizes lead to."""
+    sizes = {args.global_batch_size}
+    if getattr(args, "rampup_batch_size", None):
+        start, increment = map(int, args.rampup_batch_size[:2])
+        sizes |= set(range(start, args.global_batch_size, increment))
+    batches = {(size, args.micro_batch_size) for size in sizes}
+    batches.add((getattr(args, "eval_global_batch_size", None) or args.global_batch_size,
+                 getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size))
+    return {max(1, size // (micro * args.data_parallel_size)) for size, micro in batches}
 
 
 def _install(options: Options, *, cpu: bool = False) -> None:
