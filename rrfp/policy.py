@@ -15,7 +15,7 @@ from rrfp.scheduler import hints, lists
 from rrfp.scheduler.arbiter import Scheduler
 from rrfp.scheduler.dependencies import Dependencies, chain, first_forward_first
 from rrfp.scheduler.limits import check_limit, is_paper, limit_of
-from rrfp.scheduler.validate import check_forward_order, check_microbatch_order, check_rows, replay
+from rrfp.scheduler.validate import check_first_forward, check_forward_order, check_microbatch_order, check_rows, replay
 from rrfp.simulate.clock import drive
 
 RULES = ("announced", "bf", "fb", "b-first", "f-first", "alt", "fill", "fill-alt", "bfw", "fill-r")
@@ -155,6 +155,8 @@ class Policy:
         source = f"--rrfp-hint {self.hint}"
         if self.order != "free":
             check_microbatch_order(rows, source=source)
+        else:
+            check_first_forward(rows, source=source)
         if self.order == "megatron":
             check_forward_order(rows, placement, microbatches, source=source)
         outcome = replay(rows, _pipeline(placement, microbatches, self.split))
@@ -231,6 +233,8 @@ class Policy:
         self._check_shape(placement, microbatches)
         dependencies = chain(
             placement, rank, microbatches, forward_only=forward_only, split=self.split, first_trainable=first_trainable)
+        if self.order == "free":
+            dependencies = first_forward_first(dependencies)
         strict = self.mode == "strict"
         if strict:
             rows = self.list_for(placement, microbatches, measured=measured)

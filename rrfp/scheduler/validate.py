@@ -69,6 +69,19 @@ def check_microbatch_order(rows: Sequence[Row], *, source: str) -> None:
             newest[action.stage, action.kind] = action
 
 
+def check_first_forward(rows: Sequence[Row], *, source: str) -> None:
+    """A strict list in free order must still start every stage with microbatch 0 (`dependencies.first_forward_first`)."""
+    for rank, row in enumerate(rows):
+        seen: set[int] = set()
+        for position, action in enumerate(actions_of(row)):
+            if action.kind == "F" and action.stage not in seen:
+                seen.add(action.stage)
+                if action.microbatch:
+                    raise ConfigurationError(
+                        f"{source}: rank {rank}, position {position}: {action} is the first forward of its stage;"
+                        f" start with {Action('F', action.stage, 0)}, from which its data iterator is learned")
+
+
 def check_forward_order(rows: Sequence[Row], placement: Placement, microbatches: int, *, source: str) -> None:
     """A strict list under --rrfp-order megatron must run forwards as interleaved 1F1B does."""
     for rank, row in enumerate(rows):

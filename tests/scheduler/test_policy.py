@@ -5,6 +5,7 @@ import os
 import pytest
 
 from rrfp import policy as policy_module
+from rrfp.action import Action, Edge
 from rrfp.errors import ConfigurationError
 from rrfp.placement import Placement
 from rrfp.policy import Policy, register_hint
@@ -188,3 +189,18 @@ def test_a_printed_list_can_be_read_back_as_a_hint(tmp_path):
     rows = Policy(hint="alt", mode="strict").list_for(placement, 4)
     write(rows, file)
     assert Policy(hint=str(file), mode="strict").list_for(placement, 4) == rows
+
+
+def test_free_order_starts_every_stage_with_microbatch_0(tmp_path):
+    placement = Placement.looped(2)
+    rows = [["0F1", "0F0", "0B0", "0B1"], ["1F1", "1F0", "1B0", "1B1"]]
+    path = tmp_path / "list.csv"
+    path.write_text("\n".join(map(",".join, rows)))
+    with pytest.raises(ConfigurationError, match="rank 0, position 0: 0F1 is the first forward of its stage; start with 0F0"):
+        Policy(hint=str(path), mode="strict", order="free", limit="2").scheduler(placement, 0, 2)
+    # In ready mode a list only ranks: microbatch 1 may be here first, and still waits for microbatch 0.
+    scheduler = Policy(hint=str(path), order="free", limit="2", lanes=2).scheduler(placement, 1, 2)
+    scheduler.arrived(Edge(0, 1), 1)
+    assert scheduler.choose(0.0).action is None
+    scheduler.arrived(Edge(0, 1), 0)
+    assert scheduler.choose(0.0).action == Action("F", 1, 0)
