@@ -109,10 +109,11 @@ class Watcher:
             hang = engine.hang_report()
         except RuntimeError as error:  # the rank loop moves on while we read
             hang = f"(no hang report: {error})"
-        details = f"{hang}\n{stacks()}"
+        own = failure.rank == engine.rank
+        details = f"{hang}\n{stacks()}" if own else hang
         if engine.latch.set(failure):
             self._details = details
-            engine.transport.abort(failure._replace(traceback=details) if failure.rank == engine.rank else failure)
+            engine.transport.abort(failure._replace(traceback=details) if own else failure)
 
     def _tell(self, latch: FailureLatch) -> None:
         engine, failure = self._engine, latch.failure
@@ -137,12 +138,12 @@ class Watcher:
 
 
 def stacks() -> str:
-    """Where every Python thread of this process is."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    """Where the main thread is, and every other Python thread that is not the pipeline's own."""
+    frames = sys._current_frames()
+    threads = [thread for thread in threading.enumerate() if thread.ident in frames and not thread.name.startswith("rrfp")]
+    threads.sort(key=lambda thread: thread is not threading.main_thread())
     return "\n".join(
-        f"--- thread {names.get(ident, ident)} ---\n{''.join(traceback.format_stack(frame)).rstrip()}"
-        for ident, frame in sys._current_frames().items()
-        if ident != threading.get_ident())
+        f"--- thread {thread.name} ---\n{''.join(traceback.format_stack(frames[thread.ident])).rstrip()}" for thread in threads)
 
 
 def write_report(text: str, *, rank: int, directory: str | None) -> str | None:

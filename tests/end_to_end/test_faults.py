@@ -168,8 +168,21 @@ def test_a_data_iterator_that_ends_early(server, data, tmp_path, capsys):
     workers_gone(str(tmp_path))
 
 
-def test_a_normal_end_is_silent_and_quick(server, data, tmp_path, capsys):
-    ended = server.run(tmp_path, [*data, "--num-workers", "2"])
+def test_without_the_watcher_nobody_names_the_lost_rank(server, data, tmp_path, full):
+    """The control: under Megatron's own schedule survivors end too, by an error of the collective that happens to break."""
+    if not full:
+        pytest.skip("reduced counts")
+    ended = server.run(tmp_path, [*data, "--pipeline-schedule", "1f1b"], fault=fault(1, "kill", "optimizer"), deadline=40)
+    assert not any("was lost" in end.output or end.report for end in ended)
+
+
+@pytest.mark.parametrize("forks", ["data loader workers", "asynchronous checkpoints"])
+def test_a_normal_end_is_silent_and_quick(server, data, tmp_path, full, forks):
+    if forks == "asynchronous checkpoints" and not full:
+        pytest.skip("reduced counts")
+    more = ["--num-workers", "2"] if forks == "data loader workers" else \
+        ["--async-save", "--save", str(tmp_path / "checkpoints"), "--save-interval", "1"]
+    ended = server.run(tmp_path, [*data, *more])
     for end in ended:
         assert end.code == 0
         assert not end.report
