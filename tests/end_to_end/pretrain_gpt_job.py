@@ -1,0 +1,176 @@
+"""Runs whole trainings of a tiny GPT, by readiness or as Megatron does, and reads what they logged and saved."""
+
+import json
+import os
+import queue
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+OWN_SCRIPT = ROOT / "scripts/pretrain_gpt.py"
+TINY = "--hidden-size 32 --seq-length 32 --max-position-embeddings 32".split()
+"""Wins over scripts/tiny_gpt.args: half the size."""
+
+
+def trees() -> list[Path]:
+    """The checkouts at MEGATRON_LM: one, or those in a folder that holds several; the newest first."""
+    root = os.environ.get("MEGATRON_LM")
+    if not root or not Path(root).is_dir():
+        return []
+    found = [path for path in [Path(root), *Path(root).iterdir()] if (path / "megatron/core/package_info.py").is_file()]
+    return sorted(found, key=release, reverse=True)
+
+
+def release(tree: Path) -> tuple[int, int, int]:
+    text = (tree / "megatron/core/package_info.py").read_text()
+    return tuple(int(re.search(rf"^{name} = (\d+)", text, re.M)[1]) for name in ("MAJOR", "MINOR", "PATCH"))
+
+
+def ready_tree(tree: Path, folder: Path) -> Path:
+    """The checkout in links, unmodified, and beside its dataset helpers' source the installed wheel's build of it (else it is compiled)."""
+    import importlib.util
+
+    copy = folder / tree.name
+    datasets = Path("megatron/core/datasets")
+    for part in (Path("."), Path("megatron"), Path("megatron/core"), datasets):
+        (copy / part).mkdir(parents=True)
+        for entry in (tree / part).iterdir():
+            if not datasets.is_relative_to(part / entry.name):
+                (copy / part / entry.name).symlink_to(entry)
+    wheel = Path(importlib.util.find_spec("megatron.core").origin).parent / "datasets"
+    for built in wheel.glob("helpers_cpp*.so"):
+        if (wheel / "helpers.cpp").read_bytes() == (tree / datasets / "helpers.cpp").read_bytes():
+            shutil.copy(built, copy / datasets)
+    return copy
+
+
+def make_data(folder: Path) -> list[str]:
+    """Real text in `folder`; the arguments of a tiny GPT on it."""
+    subprocess.run([sys.executable, str(ROOT / "scripts/prepare_data.py"), str(folder)], check=True, timeout=120, capture_output=True,
+                   env={**os.environ, "PYTHONPATH": str(ROOT)})
+    return (ROOT / "scripts/tiny_gpt.args").read_text().split() + (folder / "text.args").read_text().split() + TINY
+
+
+def environment(ranks: int) -> list[dict]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    return [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} for rank in range(ranks)]
+
+
+@dataclass
+class Run:
+    """One training that has ended."""
+
+    codes: list[int]
+    outputs: list[str]
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.outputs)
+
+    @property
+    def log(self) -> list[str]:
+        return log(self.text)
+
+
+def log(text: str) -> list[str]:
+    """Megatron's log of iterations and validations, in order, digit for digit, without the times."""
+    found = re.findall(r"(?:iteration +\d+/ *\d+ \|| validation loss at ).*", text)
+    return [re.sub(r"elapsed time per iteration \(ms\): \S+ \| |throughput per GPU \(TFLOP/s/GPU\): \S+ \| ?", "", line).strip() for line in found]
+
+
+def value(line: str, name: str) -> float | None:
+    found = re.search(rf"{name}: +([-\d.E+]+)", line)
+    return float(found[1]) if found else None
+
+
+class Server:
+    """`pretrain_gpt_server.py` for one script, in a process of its own."""
+
+    def __init__(self, script: Path, arguments: list[str]):
+        self._arguments = arguments
+        variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "LOCAL_WORLD_SIZE": "4"}
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "pretrain_gpt_server.py"), str(script)], cwd=ROOT, text=True, env=os.environ | variables,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._lines: queue.SimpleQueue = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self):
+        for line in self._process.stdout:
+            if line.startswith("["):  # imports may say things of their own
+                self._lines.put(json.loads(line))
+
+    def close(self):
+        self._process.stdin.close()
+        self._process.wait(30)
+        self._reader.join(10)
+        self._process.stdout.close()
+
+    def run(self, way: str, folder: Path, *arguments: str, ranks: int, pipeline: int | None = None, codes: list[int] | None = None,
+            deadline: float = 100.0) -> Run:
+        """Train with `way` "rrfp" (adds --pipeline-schedule rrfp unless another is given), "1f1b" (under `python -m rrfp` too) or "megatron".
+
+        Raises AssertionError with the ranks' outputs if they end otherwise than with `codes` (default: all 0), or not in time.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        outputs = [folder / f"out{rank}.txt" for rank in range(ranks)]
+        schedule = {"rrfp": ["--pipeline-schedule", "rrfp"], "1f1b": ["--pipeline-schedule", "1f1b"], "megatron": []}[way]
+        argv = [*self._arguments, "--pipeline-model-parallel-size", str(pipeline or ranks), *schedule, *arguments]
+        variables = [one | {"RRFP_REPORT_DIR": str(folder)} for one in environment(ranks)]
+        job = {"way": "megatron" if way == "megatron" else "rrfp", "argv": argv, "env": variables, "output": list(map(str, outputs))}
+        print(json.dumps(job), file=self._process.stdin, flush=True)
+        pids = self._lines.get(timeout=60)
+        ended, until = {}, time.monotonic() + deadline
+        try:
+            while len(ended) < ranks:
+                pid, code = self._lines.get(timeout=max(0.0, until - time.monotonic()))
+                ended[pids.index(pid)] = code
+        except queue.Empty:
+            for rank in set(range(ranks)) - set(ended):
+                os.kill(pids[rank], signal.SIGKILL)
+            while len(ended) < ranks:
+                pid, code = self._lines.get(timeout=30)
+                ended[pids.index(pid)] = code
+        run = Run([ended[rank] for rank in range(ranks)], [output.read_text(errors="replace") for output in outputs])
+        assert run.codes == (codes or [0] * ranks), "\n".join(
+            f"--- {way}, rank {rank}: exit status {run.codes[rank]} ---\n{run.outputs[rank][-4000:]}" for rank in range(ranks))
+        return run
+
+
+def tensors(checkpoint: Path) -> dict:
+    """The tensors of a torch_dist checkpoint by name: weights and the optimizer's state."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    reader = dcp.FileSystemReader(checkpoint)
+    stored = reader.read_metadata().state_dict_metadata.items()
+    found = {name: torch.empty(m.size, dtype=m.properties.dtype) for name, m in stored if isinstance(m, TensorStorageMetadata)}
+    dcp.load(found, storage_reader=reader, no_dist=True)
+    return found
+
+
+def different(one: Path, other: Path) -> list[str]:
+    """The tensors in which two checkpoints are not bitwise equal."""
+    a, b = tensors(one), tensors(other)
+    assert len(a) > 20 and any("exp_avg" in name for name in a), sorted(a)
+    return sorted(set(a) ^ set(b)) + [name for name in a if name in b and not bits(a[name], b[name])]
+
+
+def bits(a, b) -> bool:
+    import torch
+
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))

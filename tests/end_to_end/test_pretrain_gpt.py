@@ -1,0 +1,288 @@
+"""Whole trainings of a GPT by readiness, beside the same trainings under Megatron untouched apart from CPU mode: equal digit for digit.
+
+The script is the unmodified pretrain_gpt.py of the newest checkout at MEGATRON_LM, or scripts/pretrain_gpt.py where there is none.
+Dropout is on (Megatron's default, 0.1) in all of them.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+sys.path.insert(0, os.path.dirname(__file__))  # the helpers lie beside the test
+import pretrain_gpt_job as job  # noqa: E402
+from pretrain_gpt_job import ROOT, Server, value  # noqa: E402
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> list[str]:
+    """Arguments of a tiny GPT on real text, without its batch size: 2 microbatches become 8 in the third iteration, evaluation takes 6."""
+    arguments = job.make_data(tmp_path_factory.mktemp("data"))
+    at = arguments.index("--global-batch-size")
+    return arguments[:at] + arguments[at + 2:]
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory) -> Path:
+    if not job.trees():
+        return job.OWN_SCRIPT
+    return job.ready_tree(job.trees()[0], tmp_path_factory.mktemp("tree")) / "pretrain_gpt.py"
+
+
+@pytest.fixture(scope="module")
+def server(script, data):
+    server = Server(script, data)
+    yield server
+    server.close()
+
+
+GROWING = ["--step-batch-size-schedule", "0:4 256:16", "--eval-global-batch-size", "12"]  # thresholds are tokens
+EIGHT = ["--global-batch-size", "16"]
+WHOLE = [*GROWING, *"--train-iters 6 --eval-interval 3 --eval-iters 2 --save-interval 3 --ckpt-format torch_dist --num-workers 2".split()]
+KINDS = {2: "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split(),
+         4: ["--untie-embeddings-and-output-weights"]}
+
+
+@pytest.fixture(scope="module")
+def whole(server, tmp_path_factory):
+    """whole(way, ranks): that training from the beginning, and its folder; run once."""
+    folder, runs = tmp_path_factory.mktemp("whole"), {}
+
+    def run(way, ranks):
+        if (way, ranks) not in runs:
+            place = folder / f"{way}{ranks}"
+            runs[way, ranks] = server.run(way, place, *WHOLE, *KINDS[ranks], "--save", str(place / "saved"), ranks=ranks), place
+        return runs[way, ranks]
+
+    return run
+
+
+# ------------------------------------------------------------------------------------------------- numbers
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_log_and_checkpoints_are_those_of_megatron(whole, ranks):
+    (theirs, their_folder), (ours, our_folder) = whole("megatron", ranks), whole("rrfp", ranks)
+    assert "[rrfp]" not in theirs.text and "[rrfp] hint announced" in ours.text
+    assert ours.log == theirs.log
+    for iteration in (3, 6):
+        saved = f"saved/iter_{iteration:07}"
+        assert job.different(their_folder / saved, our_folder / saved) == []
+    # Controls: all is there, it changes, and the number of microbatches does.
+    log = [line for line in ours.log if line.startswith("iteration")]
+    assert [value(line, "global batch size") for line in log] == [4, 4, 16, 16, 16, 16]
+    assert len({value(line, "lm loss") for line in log}) == len({value(line, "grad norm") for line in log}) == 6
+    assert value(log[-1], "lm loss") < value(log[0], "lm loss") - 0.2
+    validations = [line for line in ours.log if line.startswith("validation")]
+    assert len(validations) >= 3 and all(re.search(r"lm loss value: [45]\.\d+E\+00", line) for line in validations)
+    with_two, with_eight, evaluation = (f"with {n} microbatches: " in ours.text for n in (2, 8, 6))
+    assert with_two and with_eight and evaluation
+    assert job.different(our_folder / "saved/iter_0000003", our_folder / "saved/iter_0000006") != []
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_checkpoint_of_one_schedule_continues_under_the_other(server, whole, tmp_path, full, ranks):
+    if ranks == 2 and not full:
+        pytest.skip("only with --all: two trainings more")
+    resumed = {}
+    for way, source in (("megatron", "rrfp"), ("rrfp", "megatron")):
+        _, folder = whole(source, ranks)
+        arguments = [*WHOLE, *KINDS[ranks], "--load", str(folder / "saved"), "--ckpt-step", "3", "--save", str(tmp_path / way / "saved")]
+        resumed[way] = server.run(way, tmp_path / way, *arguments, ranks=ranks)
+    assert resumed["rrfp"].log == resumed["megatron"].log
+    uninterrupted, folder = whole("megatron", ranks)
+    # Megatron's second line of any run averages in the first line's loss, so that line is another one here.
+    numbers = [re.match(r"iteration +(\d+)|", line)[1] for line in resumed["rrfp"].log]
+    assert numbers[:3] == ["4", "5", "6"]
+    assert [line for line, number in zip(resumed["rrfp"].log, numbers) if number != "5"] == [
+        line for line in uninterrupted.log if not re.match(r"iteration +[1235]/|validation loss at iteration 3 ", line)]
+    for way in resumed:
+        assert job.different(folder / "saved/iter_0000006", tmp_path / way / "saved/iter_0000006") == []
+
+
+def test_an_asynchronous_checkpoint_holds_what_was_there(server, whole, tmp_path):
+    (theirs, folder) = whole("megatron", 2)
+    later = ["--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore", "--save", str(tmp_path / "saved")]
+    ours = server.run("rrfp", tmp_path, *WHOLE, *KINDS[2], *later, ranks=2)
+    assert ours.log == theirs.log
+    for iteration in (3, 6):
+        saved = f"saved/iter_{iteration:07}"
+        assert job.different(folder / saved, tmp_path / saved) == []
+
+
+def both(server, folder, *arguments, ranks, pipeline=None, codes=None):
+    """(Megatron's, ours)."""
+    return [server.run(way, folder / way, *arguments, ranks=ranks, pipeline=pipeline, codes=codes) for way in ("megatron", "rrfp")]
+
+
+def test_fp16_skips_the_same_step(server, tmp_path):
+    theirs, ours = both(server, tmp_path, *GROWING, *"--train-iters 4 --fp16 --initial-loss-scale 262144 --hysteresis 1".split(), ranks=2)
+    assert ours.log == theirs.log
+    skipped = [value(line, "number of skipped iterations") for line in ours.log]
+    assert skipped[0] == 1 and skipped[-1] == 0
+    assert value(ours.log[0], "lm loss") is None and value(ours.log[-1], "loss scale") < 262144
+
+
+@pytest.mark.parametrize("options", [
+    pytest.param(["--overlap-grad-reduce"], id="overlapped"),
+    pytest.param(["--overlap-grad-reduce", "--use-distributed-optimizer", "--overlap-param-gather"], id="distributed optimizer"),
+])
+def test_two_data_parallel_pipelines(server, tmp_path, options, full):
+    if len(options) == 1 and not full:
+        pytest.skip("only with --all: two trainings more")
+    theirs, ours = both(server, tmp_path, *GROWING, "--train-iters", "5", "--ddp-bucket-size", "3000", *options, ranks=4, pipeline=2)
+    assert ours.log == theirs.log and len(ours.log) == 5
+    assert "data-parallel size: 2" in ours.text
+    assert len({value(line, "grad norm") for line in ours.log}) == 5
+
+
+@pytest.mark.parametrize("tree", job.trees()[1:], ids=lambda tree: tree.name)
+def test_earlier_releases(tree, data, tmp_path, full):
+    if not full:
+        pytest.skip("only with --all")
+    server = Server(job.ready_tree(tree, tmp_path) / "pretrain_gpt.py", data)
+    try:
+        training = "--train-iters 4 --eval-interval 2 --eval-iters 2 --rampup-batch-size 4 12 8 --global-batch-size 16 --num-workers 2".split()
+        theirs, ours = both(server, tmp_path, *training, ranks=2)
+    finally:
+        server.close()
+    assert ours.log == theirs.log and len(ours.log) >= 6
+    assert value(ours.log[0], "global batch size") == 4 and "global batch size:    16" in ours.text
+
+
+def test_the_unmodified_script_under_torchrun(script, whole, data, tmp_path, full):
+    """The way a user starts it: torchrun, `python -m rrfp --cpu`, Megatron's own arguments."""
+    ranks = 4 if full else 2
+    theirs, _ = whole("megatron", ranks)
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "RRFP_REPORT_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "rrfp", "--cpu", str(script),
+         *data, *WHOLE, *KINDS[ranks], "--save", str(tmp_path / "saved"), "--pipeline-model-parallel-size", str(ranks), "--pipeline-schedule", "rrfp"],
+        cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert job.log(done.stdout) == theirs.log
+
+
+# ------------------------------------------------------------------------------------------------- rerun state machine
+RERUN = [*EIGHT, *"--train-iters 3 --rerun-mode validate_results --error-injection-rate 1 --save-interval 50 --ckpt-format torch_dist".split()]
+
+
+def rerun_log(text: str) -> Counter:
+    """Megatron's lines on reruns, without the times. Ranks write into one log, so only their number counts."""
+    lines = re.findall(r"(?:WARNING|ERROR|INFO):megatron\.core\.rerun_state_machine:(.*)", text)
+    return Counter(re.sub(r"\d{4}-\d\d-\d\d[ T][\d:.]+", "TIME", line) for line in lines)
+
+
+@pytest.mark.parametrize("kind", ["transient_error", "persistent_error"])
+def test_an_injected_error_ends_as_under_megatron(server, tmp_path, kind):
+    """Megatron runs the iteration again; what differs is put down to a fault that passes, and what does not is for another machine to see."""
+    codes = {"transient_error": [0, 0], "persistent_error": [16, 16]}[kind]
+    runs = []
+    for way in ("megatron", "rrfp"):
+        arguments = [*RERUN, "--error-injection-type", kind, "--save", str(tmp_path / way / "saved")]
+        runs.append(server.run(way, tmp_path / way, *arguments, ranks=2, codes=codes))
+    theirs, ours = runs
+    assert rerun_log(ours.text) == rerun_log(theirs.text)
+    assert any("Injecting error" in line for line in rerun_log(ours.text))
+    assert ours.log == theirs.log
+
+
+# ------------------------------------------------------------------------------------------------- instruments
+@pytest.fixture(scope="module")
+def plain(server, tmp_path_factory):
+    """Megatron's log of what the traced trainings train."""
+    return server.run("megatron", tmp_path_factory.mktemp("plain"), *TRACED, ranks=4).log
+
+
+TRACED = [*EIGHT, "--train-iters", "3"]
+M = 8
+
+
+def traced(server, folder, way, *options):
+    """The run and its timeline."""
+    from rrfp.trace.files import read
+
+    run = server.run(way, folder / way, *TRACED, *options, "--rrfp-trace", str(folder / way / "trace"), ranks=4)
+    return run, read(folder / way / "trace")
+
+
+def calls(timeline):
+    """(stage, call) of every rank, in order."""
+    return [(rank, call) for rank, trace in sorted(timeline.ranks.items()) for call in trace.calls.values()]
+
+
+@pytest.mark.parametrize("scenario", ["spikes", "links"])
+def test_emulated_durations_and_delays_are_the_same_under_both_schedules(server, plain, tmp_path, scenario, full):
+    from rrfp.megatron.padding import Emulation
+
+    if scenario != "spikes" and not full:
+        pytest.skip("only with --all")
+    text = f"{scenario}:4:11"
+    for way in ("1f1b", "rrfp"):
+        run, timeline = traced(server, tmp_path, way, "--rrfp-emulate", text)
+        assert run.log == plain
+        summaries = re.findall(rf"\[rrfp\] rank (\d): emulated durations: scenario {scenario}, forward 4 ms on average; (\d+) of (\d+) actions", run.text)
+        assert sorted((int(rank), int(total)) for rank, _, total in summaries) == [(rank, 3 * 2 * M) for rank in range(4)]
+        overruns = Counter({int(rank): int(count) for rank, count, _ in summaries})
+        emulation, sent, late = Emulation(text, stages=4), {}, []
+        for rank, call in calls(timeline):
+            emulation.begin(call.number, M)
+            for ran in call.actions:
+                missing = emulation._duration[ran.action.kind, ran.action.stage, ran.action.microbatch] - (ran.end - ran.start)
+                assert missing < 1e-4, (way, call.number, ran)
+                overruns[rank] -= ran.padded == 0
+            sent |= {(call.number, message.edge, message.microbatch): message.time for message in call.sent}
+        assert not +overruns and not -overruns, (way, overruns)  # as many as the trace shows
+        for _, call in calls(timeline):
+            emulation.begin(call.number, M)
+            for message in call.arrivals:
+                drawn = emulation.delay(message.edge, message.microbatch)
+                took = message.time - sent[call.number, message.edge, message.microbatch]
+                assert took >= drawn - 1e-4, (way, call.number, message, drawn)
+                late.append(drawn)
+        assert len(late) == 3 * 2 * 3 * M and sum(drawn > 0 for drawn in late) >= 3, (way, late)
+
+
+def test_injected_jitter_hits_the_same_actions_under_both_schedules(server, plain, tmp_path):
+    hit = {}
+    for way in ("1f1b", "rrfp"):
+        run, timeline = traced(server, tmp_path, way, "--rrfp-inject", "J1")
+        assert run.log == plain
+        ran = [(call.number, ran) for _, call in calls(timeline) for ran in call.actions]
+        hit[way] = sorted((number, str(one.action)) for number, one in ran if one.padded > 0)
+        # alpha x max(B, e) x (.5 + U(0, 1)) with alpha .5 and B 5 ms
+        assert all(one.padded >= 0.5 * 0.005 * 0.5 for _, one in ran if one.padded > 0)
+        counted = [tuple(map(int, found)) for found in re.findall(r"injected jitter J1: (\d+) of (\d+) actions were delayed", run.text)]
+        assert len(counted) == 4 and sum(n for n, _ in counted) == len(hit[way]) and {total for _, total in counted} == {3 * 2 * M}
+    assert hit["1f1b"] == hit["rrfp"] and 5 < len(hit["rrfp"]) < 50  # a tenth of 192
+
+
+def test_a_trace_adds_up_and_shows_the_limit(server, plain, tmp_path):
+    from rrfp.cli import main
+
+    run, timeline = traced(server, tmp_path, "rrfp", "--rrfp-limit", "1f1b")
+    assert run.log == plain
+    assert not timeline.missing and not timeline.notes
+    breakdowns = timeline.breakdowns()
+    assert len(breakdowns) == 4 * 3
+    for part in breakdowns:
+        assert sum(part.parts().values()) == part.total > 0 and part.overlaps == 0
+        assert dict(part.peak_in_flight) == {part.rank: 4 - part.rank}
+        assert part.counts == {"F": M, "B": M}
+    assert main(["trace", str(tmp_path / "rrfp/trace")]) == 0
+
+
+def test_evaluation_is_in_the_trace_of_both(server, tmp_path, full):
+    if not full:
+        pytest.skip("only with --all: two trainings more")
+    for way in ("1f1b", "rrfp"):
+        _, timeline = traced(server, tmp_path, way, "--eval-interval", "2", "--eval-iters", "1", "--eval-global-batch-size", "6")
+        kinds = [(call.forward_only, call.microbatches, len(call.actions)) for call in timeline.ranks[1].calls.values()]
+        assert kinds[:4] == [(False, M, 2 * M), (False, M, 2 * M), (True, 3, 3), (False, M, 2 * M)], way
