@@ -123,6 +123,7 @@ class Watcher:
         lines += [self._details] if self._details else []
         stamp = f"{time.strftime('%Y-%m-%d %H:%M:%S')}, {socket.gethostname()}, process {os.getpid()}"
         path = self._report("\n".join([stamp, *lines]))
+        engine.recorder.flush()  # the process may end without another chance to write what the failed call did
         if failure.rank == engine.rank and not self._details:
             return  # the main thread raised it: its own traceback says all
         if engine.in_call:

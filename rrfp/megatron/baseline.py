@@ -73,10 +73,11 @@ class Baseline:
             return
         self._rank, ranks = group.rank(), group.size()
         self._last = ranks - 1
-        self._recorder = make_recorder(self._options, rank=self._rank, placement=Placement.looped(ranks))
+        members = torch.distributed.get_process_group_ranks(group)
+        self._recorder = make_recorder(self._options, global_ranks=members, rank=self._rank, placement=Placement.looped(ranks))
         self._padding = make_padding(self._options, stages=ranks)
         self._finished = 0.0
-        name = "-".join(map(str, torch.distributed.get_process_group_ranks(group)))
+        name = "-".join(map(str, members))
         self._stamps = torch.distributed.PrefixStore(f"rrfp/sent/{name}", torch.distributed.distributed_c10d._get_default_store())
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ import functools
 import os
 import sys
 import traceback
+from pathlib import Path
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -28,6 +29,9 @@ from rrfp.trace.recorder import Recorder
 
 OPEN_DEADLINE = 300.0
 CLOSE_DEADLINE = 10.0
+SWITCH_INTERVAL = 1e-4
+"""Seconds for which a thread may keep the interpreter lock while another wants it. Python's 5 ms would let an arrival wait that long
+behind a main thread that runs Python code (docs/transport.md has the figures)."""
 SETTLE = 1.0
 """Seconds in which the news of a lost peer arrives after its first effects."""
 
@@ -50,7 +54,7 @@ class Runtime:
         self.rank = rank
         self.placement = Placement.looped(len(global_ranks))
         self.padding = make_padding(options, stages=self.placement.stages)
-        self.recorder = make_recorder(options, rank=rank, placement=self.placement)
+        self.recorder = make_recorder(options, global_ranks=global_ranks, rank=rank, placement=self.placement)
         self.durations: dict[str, float] = {}
         self.agreed: set = set()
         """Policies and numbers of microbatches that all ranks are known to read alike."""
@@ -79,6 +83,7 @@ class Runtime:
             timeout=options.timeout or 600.0,
             latch=FailureLatch(name=self.name),
         )
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
         self.transport.open(self._post, deadline=OPEN_DEADLINE)
         self.watcher = Watcher(self.engine, departed=self._departed, report=self._report)
 
@@ -143,9 +148,12 @@ def make_padding(options: Options, *, stages: int) -> Emulation | Injection | No
     return None
 
 
-def make_recorder(options: Options, *, rank: int, placement: Placement) -> Recorder:
-    """The trace of one rank."""
-    return Recorder(rank=rank, stages=placement.stages_of(rank), directory=options.trace, ranks=placement.ranks, nvtx=options.nvtx)
+def make_recorder(options: Options, *, global_ranks: list[int], rank: int, placement: Placement) -> Recorder:
+    """The trace of one rank. Data-parallel replicas write to folders of their own, named by their first rank."""
+    directory = Path(options.trace) if options.trace is not None else None
+    if directory is not None and torch.distributed.get_world_size() > len(global_ranks):
+        directory /= f"pipeline{global_ranks[0]}"
+    return Recorder(rank=rank, stages=placement.stages_of(rank), directory=directory, ranks=placement.ranks, nvtx=options.nvtx)
 
 
 _runtimes: dict[tuple[int, ...], Runtime] = {}
