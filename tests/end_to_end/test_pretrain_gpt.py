@@ -25,10 +25,12 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:torch
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> list[str]:
-    """Arguments of a tiny GPT on real text, without its batch size: 2 microbatches become 8 in the third iteration, evaluation takes 6."""
+    """Arguments of a tiny GPT on real text, without its batch size and number of iterations."""
     arguments = job.make_data(tmp_path_factory.mktemp("data"))
-    at = arguments.index("--global-batch-size")
-    return arguments[:at] + arguments[at + 2:]
+    for name in ("--global-batch-size", "--train-iters"):
+        at = arguments.index(name)
+        del arguments[at:at + 2]
+    return arguments
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,10 @@ def server(script, data):
     server.close()
 
 
-GROWING = ["--step-batch-size-schedule", "0:4 256:16", "--eval-global-batch-size", "12"]  # thresholds are tokens
+# 2 microbatches become 8 in the third iteration (thresholds are tokens), evaluation takes 6.
+GROWING = ["--step-batch-size-schedule", "0:4 256:16", "--eval-global-batch-size", "12"]
+# The same in 0.17, where evaluation takes as many as training in the end.
+GROWING_017 = "--rampup-batch-size 4 12 8 --global-batch-size 16 --train-samples 40".split()
 EIGHT = ["--global-batch-size", "16"]
 WHOLE = [*GROWING, *"--train-iters 6 --eval-interval 3 --eval-iters 2 --save-interval 3 --ckpt-format torch_dist --num-workers 2".split()]
 KINDS = {2: "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split(),
@@ -148,13 +153,14 @@ def test_earlier_releases(tree, data, tmp_path, full):
     if not full:
         pytest.skip("only with --all")
     server = Server(job.ready_tree(tree, tmp_path) / "pretrain_gpt.py", data)
+    growing = GROWING_017 if job.release(tree) < (0, 18) else [*GROWING, "--train-iters", "4"]
     try:
-        training = "--train-iters 4 --eval-interval 2 --eval-iters 2 --rampup-batch-size 4 12 8 --global-batch-size 16 --num-workers 2".split()
-        theirs, ours = both(server, tmp_path, *training, ranks=2)
+        theirs, ours = both(server, tmp_path, *growing, *"--eval-interval 2 --eval-iters 2 --num-workers 2".split(), ranks=2)
     finally:
         server.close()
-    assert ours.log == theirs.log and len(ours.log) >= 6
-    assert value(ours.log[0], "global batch size") == 4 and "global batch size:    16" in ours.text
+    assert ours.log == theirs.log
+    sizes = [value(line, "global batch size") for line in ours.log if line.startswith("iteration")]
+    assert sizes == [4, 4, 16, 16] and len(ours.log) >= 6
 
 
 def test_the_unmodified_script_under_torchrun(script, whole, data, tmp_path, full):
@@ -175,15 +181,15 @@ RERUN = [*EIGHT, *"--train-iters 3 --rerun-mode validate_results --error-injecti
 
 
 def rerun_log(text: str) -> Counter:
-    """Megatron's lines on reruns, without the times. Ranks write into one log, so only their number counts."""
+    """Megatron's lines on reruns, in any order. The loss of a rerun is printed after its memory was given up, so it says anything."""
     lines = re.findall(r"(?:WARNING|ERROR|INFO):megatron\.core\.rerun_state_machine:(.*)", text)
-    return Counter(re.sub(r"\d{4}-\d\d-\d\d[ T][\d:.]+", "TIME", line) for line in lines)
+    return Counter(re.sub(r"tensor\(\[\S+\]", "tensor(freed", line) for line in lines)
 
 
 @pytest.mark.parametrize("kind", ["transient_error", "persistent_error"])
 def test_an_injected_error_ends_as_under_megatron(server, tmp_path, kind):
-    """Megatron runs the iteration again; what differs is put down to a fault that passes, and what does not is for another machine to see."""
-    codes = {"transient_error": [0, 0], "persistent_error": [16, 16]}[kind]
+    """Megatron runs the iteration again. What then differs was a fault that passed; what stays is saved, for another machine to run."""
+    codes = {"transient_error": [17, 17], "persistent_error": [16, 16]}[kind]  # Megatron's own exit statuses
     runs = []
     for way in ("megatron", "rrfp"):
         arguments = [*RERUN, "--error-injection-type", kind, "--save", str(tmp_path / way / "saved")]
