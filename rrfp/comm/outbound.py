@@ -85,6 +85,10 @@ class Sender:
             outlet.queued += 1
         self._queue.put((outlet, item))
 
+    def later(self, what: Callable[[], None]) -> None:
+        """Run `what` on the send thread, behind what is queued: for what nobody waits for at this moment."""
+        self._queue.put(what)
+
     def stop(self, *, until: float) -> bool:
         """Whether the thread ended in time. Jobs that wait for a credit are dropped."""
         self._queue.put(None)
@@ -120,6 +124,9 @@ class Sender:
                     continue
                 if item is None:
                     return
+                if callable(item):
+                    item()
+                    continue
                 outlet, what = item
                 (outlet.waiting if isinstance(what, Job) else outlet.credits).append(what)
                 self._pump(outlet)

@@ -189,8 +189,10 @@ class ZmqTransport:
         with self._lock:
             if self._closed:
                 return
-            buffer = arrival.slot.inlet.consume(arrival.slot)
-        self._credit(arrival.slot.inlet, buffer)
+            inlet = arrival.slot.inlet
+            buffer = inlet.consume(arrival.slot)
+        # Not here: the caller is about to launch an action, and the sender has other credits until this one is back.
+        self._sender.later(lambda: self._credit(inlet, buffer))
 
     def release(self, arrival: Arrival) -> None:
         self._check_process()
