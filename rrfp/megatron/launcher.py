@@ -66,6 +66,9 @@ def _prepare(script: str, *, cpu: bool) -> None:
         raise ConfigurationError(
             f"megatron.training can't be imported ({error}): run from a Megatron-LM checkout, or pip install 'megatron-core>=0.17.1,<0.20'"
         ) from error
+    from rrfp.megatron.compatibility import check_megatron
+
+    check_megatron()
     if cpu:
         cpu_mode.patch_megatron()
     _add_flags(arguments)

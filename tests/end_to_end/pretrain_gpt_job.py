@@ -120,8 +120,10 @@ class Server:
         self._process.stdout.close()
 
     def run(self, way: str, folder: Path, *arguments: str, ranks: int, pipeline: int | None = None, codes: list[int] | None = None,
-            deadline: float = 100.0) -> Run:
-        """Train with `way` "rrfp" (adds --pipeline-schedule rrfp unless another is given), "1f1b" (under `python -m rrfp` too) or "megatron".
+            world: int | None = None, deadline: float = 100.0) -> Run:
+        """Train with `way` "rrfp" or "1f1b" (both under `python -m rrfp`, with that --pipeline-schedule) or "megatron".
+
+        world: how many ranks each believes there are, for what ends before they meet (default: `ranks`).
 
         Raises AssertionError with the ranks' outputs if they end otherwise than with `codes` (default: all 0), or not in time.
         """
@@ -129,7 +131,7 @@ class Server:
         outputs = [folder / f"out{rank}.txt" for rank in range(ranks)]
         schedule = {"rrfp": ["--pipeline-schedule", "rrfp"], "1f1b": ["--pipeline-schedule", "1f1b"], "megatron": []}[way]
         argv = [*self._arguments, "--pipeline-model-parallel-size", str(pipeline or ranks), *schedule, *arguments]
-        variables = [one | {"RRFP_REPORT_DIR": str(folder)} for one in environment(ranks)]
+        variables = [one | {"RRFP_REPORT_DIR": str(folder)} for one in environment(world or ranks)[:ranks]]
         job = {"way": "megatron" if way == "megatron" else "rrfp", "argv": argv, "env": variables, "output": list(map(str, outputs))}
         print(json.dumps(job), file=self._process.stdin, flush=True)
         pids = self._lines.get(timeout=60)
