@@ -1,0 +1,186 @@
+"""What runs by readiness, what is refused and what is left to Megatron: by name, with the rule and the way out."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("torch")
+core = pytest.importorskip("megatron.core")
+
+from megatron.core.pipeline_parallel import schedules  # noqa: E402
+
+from rrfp.errors import ConfigurationError  # noqa: E402
+from rrfp.megatron import compatibility, forward_backward  # noqa: E402
+from rrfp.megatron.compatibility import check_call, check_megatron, delegation, refusal  # noqa: E402
+from rrfp.megatron.options import Options  # noqa: E402
+
+REFUSED = {
+    "--tensor-model-parallel-size": {"tensor_model_parallel_size": 2},
+    "--context-parallel-size": {"context_parallel_size": 4},
+    "--expert-model-parallel-size": {"expert_model_parallel_size": 2},
+    "--num-layers-per-virtual-pipeline-stage": {"virtual_pipeline_model_parallel_size": 2},
+    "--delay-wgrad-compute": {"delay_wgrad_compute": True},
+    "GTP": {"gtp_weight_remat_size": 2},
+    "--use-megatron-fsdp": {"use_megatron_fsdp": True},
+    "--fp8-recipe delayed": {"fp8": "e4m3", "fp8_recipe": "delayed"},
+    "--moe-router-load-balancing-type": {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]},
+}
+DELEGATED = {
+    "--hybrid-context-parallel": {"hybrid_context_parallel": True},
+    "--overlap-moe-expert-parallel-comm": {"overlap_moe_expert_parallel_comm": True},
+    "--cuda-graph-impl": {"cuda_graph_impl": "local"},
+    "moe_paged_stash": {"moe_paged_stash": True},
+    "--fine-grained-activation-offloading": {"fine_grained_activation_offloading": True},
+    "--cpu-offloading": {"cpu_offloading": True},
+}
+HARMLESS = [
+    {}, {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "expert_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None},
+    {"fp8": "e4m3", "fp8_recipe": "delayed", "tp_only_amax_red": True}, {"fp8": None, "fp8_recipe": "delayed"}, {"fp8": "e4m3", "fp8_recipe": "tensorwise"},
+    {"moe_router_load_balancing_type": "aux_loss"}, {"gtp_weight_remat_size": None}, {"cuda_graph_impl": "none"}, {"cuda_graph_impl": None},
+    {"defer_embedding_wgrad_compute": True}]
+
+
+@pytest.mark.parametrize("option", REFUSED)
+def test_refused(option):
+    config = SimpleNamespace(**REFUSED[option])
+    line = refusal(config)
+    assert re.match(rf"--pipeline-schedule rrfp with {re.escape(option)}.*: .+; use --pipeline-schedule 1f1b$", line)
+    assert delegation(config) is None
+    with pytest.raises(ConfigurationError, match=re.escape(line)):
+        check_call(config, order="microbatch")
+
+
+@pytest.mark.parametrize("option", DELEGATED)
+def test_delegated(option):
+    config = SimpleNamespace(**DELEGATED[option])
+    assert re.match(rf"{re.escape(option)}: \S.+", delegation(config)) and refusal(config) is None
+
+
+@pytest.mark.parametrize("config", HARMLESS, ids=str)
+def test_neither(config):
+    """Control. Megatron's unit tests pass a bare config that lacks most fields."""
+    config = SimpleNamespace(**config)
+    assert refusal(config) is None and delegation(config) is None
+    check_call(config, order="microbatch")
+
+
+def test_pairs_by_order_forbid_a_free_order():
+    line = refusal(SimpleNamespace(defer_embedding_wgrad_compute=True), order="free")
+    assert "--rrfp-order free with --defer-embedding-wgrad-compute" in line and line.endswith("use --rrfp-order microbatch")
+    assert refusal(SimpleNamespace(), order="free") is None
+
+
+# ------------------------------------------------------------------------------------------------- releases
+def test_the_installed_release_is_known():
+    check_megatron()
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.20.0", "1.0.0", "0.15.0rc4"])
+def test_an_unknown_release_is_refused(monkeypatch, version):
+    monkeypatch.setattr(core, "__version__", version)
+    with pytest.raises(ConfigurationError, match=rf"megatron-core {re.escape(version)}: supported are 0\.17\.1 to 0\.19\.x; install one of those"):
+        check_megatron()
+
+
+@pytest.mark.parametrize("version", ["0.17.1", "0.18.2", "0.19.0rc1"])
+def test_a_known_release_is_taken(monkeypatch, version):
+    monkeypatch.setattr(core, "__version__", version)
+    check_megatron()
+
+
+def test_a_schedule_with_an_unknown_keyword_is_refused(monkeypatch):
+    def forward_backward_pipelining_without_interleaving(*, model, tracing_level=0): ...
+
+    monkeypatch.setattr(schedules, "forward_backward_pipelining_without_interleaving", forward_backward_pipelining_without_interleaving)
+    with pytest.raises(ConfigurationError, match="its schedules take tracing_level, which this release of rrfp doesn't know; install"):
+        check_megatron()
+
+
+def test_the_keywords_are_those_of_the_installed_schedule():
+    import inspect
+
+    assert set(inspect.signature(schedules.forward_backward_pipelining_without_interleaving).parameters) == compatibility._KEYWORDS
+    ours = forward_backward.make_forward_backward(Options(), original=schedules.forward_backward_pipelining_without_interleaving)
+    assert set(inspect.signature(ours.__wrapped__).parameters) == compatibility._KEYWORDS
+    assert set(ours.__code__.co_varnames[: ours.__code__.co_kwonlyargcount]) == compatibility._KEYWORDS
+
+
+# ------------------------------------------------------------------------------------------------- one call
+@pytest.fixture
+def schedule(monkeypatch):
+    """Ours, over an original that only says what it was given."""
+    monkeypatch.setattr(forward_backward, "_said", set())
+    calls = []
+
+    def forward_backward_pipelining_without_interleaving(**keywords):
+        calls.append(keywords)
+        return ["Megatron's"]
+
+    function = forward_backward.make_forward_backward(Options(), original=forward_backward_pipelining_without_interleaving)
+    function.calls = calls
+    return function
+
+
+def call(function, *, config=None, **keywords):
+    model = SimpleNamespace(config=SimpleNamespace(**{"overlap_p2p_comm": False} | (config or {})))
+    given = {"forward_step_func": print, "data_iterator": None, "model": [model], "num_microbatches": 4, "seq_length": 8, "micro_batch_size": 2}
+    return function(**given | keywords), given | keywords
+
+
+class MultiModuleProcessGroupCollection: ...
+
+
+class MultiModulePipelineCommunicator: ...
+
+
+@pytest.mark.parametrize("keywords, reason", [
+    ({"config": {"cuda_graph_impl": "local"}}, "--cuda-graph-impl: graphs are captured in one fixed order"),
+    ({"config": {"moe_paged_stash": True}}, "moe_paged_stash: "),
+    ({"adjust_tensor_shapes_fn": lambda receive, send: (receive, send)}, r"adjust_tensor_shapes_fn: .*\(distillation\)"),
+    ({"pg_collection": MultiModuleProcessGroupCollection()}, "multi-module process groups: "),
+    ({"p2p_communicator": MultiModulePipelineCommunicator()}, "multi-module process groups: ")])
+def test_a_call_is_delegated_with_one_line_and_all_it_was_given(schedule, capsys, keywords, reason):
+    for _ in range(3):
+        result, given = call(schedule, **keywords, forward_only=True, collect_non_loss_data=True)
+        assert result == ["Megatron's"]
+        given.pop("config", None)
+        assert {name: schedule.calls[-1][name] for name in given} == given
+        assert set(schedule.calls[-1]) == compatibility._KEYWORDS
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(rf"\[rrfp\] Megatron's own schedule runs this job: {reason}", line)
+
+
+@pytest.mark.parametrize("option", REFUSED)
+def test_a_call_is_refused(schedule, option):
+    with pytest.raises(ConfigurationError, match=re.escape(option)):
+        call(schedule, config=REFUSED[option])
+    assert not schedule.calls
+
+
+def test_megatrons_own_complaints_are_kept(schedule):
+    with pytest.raises(ValueError, match="does not support overlapping p2p communication"):
+        call(schedule, config={"overlap_p2p_comm": True})
+    with pytest.raises(AssertionError, match="does not support model chunking"):
+        call(schedule, model=[1, 2])
+    with pytest.raises(TypeError, match="unheard_of"):
+        call(schedule, unheard_of=1)
+    with pytest.raises(TypeError):
+        schedule(print, None)
+    with pytest.raises(ValueError, match="both p2p_communicator and pg_collection"):
+        call(schedule, pg_collection=SimpleNamespace(tp=1, cp=1))
+
+
+def test_groups_with_collectives_inside_actions_are_refused(schedule):
+    def group(size):
+        return SimpleNamespace(size=lambda: size)
+
+    for sizes, option in (((2, 1), "--tensor-model-parallel-size 2"), ((1, 4), "--context-parallel-size 4")):
+        groups = SimpleNamespace(tp=group(sizes[0]), cp=group(sizes[1]))
+        with pytest.raises(ConfigurationError, match=f"--pipeline-schedule rrfp with {option}: .*use --pipeline-schedule 1f1b"):
+            call(schedule, pg_collection=groups, p2p_communicator=SimpleNamespace(pp_group=group(2)))
+
+
+def test_interleaving_is_refused():
+    with pytest.raises(ConfigurationError, match="--num-layers-per-virtual-pipeline-stage: .*use --pipeline-schedule 1f1b"):
+        forward_backward.refuse_interleaving(model=[1, 2])

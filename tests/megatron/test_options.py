@@ -1,0 +1,114 @@
+"""The options: each checked once, with a line that names flag, value, rule and way out; and the flags that carry them."""
+
+import argparse
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from rrfp.errors import ConfigurationError
+from rrfp.megatron.arguments import add_arguments, options_from
+from rrfp.megatron.options import Options
+from rrfp.policy import Policy
+
+# value, what the line names, a way out that it gives
+REFUSED = [
+    ({"schedule": "zero"}, "--pipeline-schedule zero", "1f1b, rrfp"),
+    ({"hint": "fast"}, "--rrfp-hint fast", "announced, "),
+    ({"hint": "/nowhere/hint.csv"}, "--rrfp-hint /nowhere/hint.csv", "file's path"),
+    ({"hint": "zb-h2"}, "--rrfp-hint zb-h2", "1f1b"),
+    ({"mode": "eager"}, "--rrfp-mode eager", "ready, strict"),
+    ({"limit": "1f2b"}, "--rrfp-limit 1f2b", "eager"),
+    ({"limit": 0}, "--rrfp-limit 0", "at least 1"),
+    ({"limit": "-3"}, "--rrfp-limit -3", "at least 1"),
+    ({"limit": "paper:0"}, "--rrfp-limit paper:0", "paper:<number>"),
+    ({"limit": "paper:"}, "--rrfp-limit paper:", "paper:<number>"),
+    ({"order": "any"}, "--rrfp-order any", "microbatch, megatron, free"),
+    ({"lanes": 0}, "--rrfp-lanes 0", "use 1"),
+    ({"timeout": 0}, "--rrfp-timeout 0", "above 0"),
+    ({"timeout": -2.5}, "--rrfp-timeout -2.5", "above 0"),
+    ({"timeout": float("nan")}, "--rrfp-timeout nan", "above 0"),
+    ({"emulate": "rain"}, "--rrfp-emulate rain", "choose one of uniform"),
+    ({"emulate": "images:0"}, "--rrfp-emulate images:0", "images:30:7"),
+    ({"emulate": "images:20:x"}, "--rrfp-emulate images:20:x", "images:30:7"),
+    ({"emulate": "images:20:1:2"}, "--rrfp-emulate images:20:1:2", "images:30:7"),
+    ({"inject": "J9"}, "--rrfp-inject J9", "J0, J1, J2, J3"),
+    ({"inject": "J1", "emulate": "images"}, "--rrfp-inject J1 with --rrfp-emulate images", "one of the two"),
+]
+
+
+@pytest.mark.parametrize("options, named, way_out", REFUSED, ids=lambda value: str(value) if isinstance(value, dict) else "")
+def test_refused_in_one_line(options, named, way_out):
+    with pytest.raises(ConfigurationError) as refused:
+        Options(**options)
+    line = str(refused.value)
+    assert line.startswith(named) and way_out in line and "\n" not in line
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"schedule": "1f1b"}, {"hint": "bf", "mode": "strict", "limit": "eager"}, {"limit": 3}, {"limit": "paper:4"}, {"lanes": 4, "order": "free"},
+    {"timeout": 0.5}, {"timeout": None}, {"emulate": "images"}, {"emulate": "images:2.5:9"}, {"inject": "J0"}, {"trace": "somewhere"}])
+def test_accepted(options):
+    """Control of the refusals."""
+    made = Options(**options)
+    assert all(getattr(made, name) == value for name, value in options.items())
+    assert made.policy == Policy(hint=made.hint, mode=made.mode, limit=str(made.limit), order=made.order, lanes=made.lanes)
+
+
+def test_equal_options_are_equal_and_cannot_be_changed():
+    assert Options(limit=3) == Options(limit=3) != Options(limit=4)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Options().limit = "eager"
+    with pytest.raises(TypeError):
+        Options("rrfp")
+
+
+def test_instruments_are_what_megatrons_schedule_is_wrapped_for():
+    assert not Options(schedule="1f1b", limit="eager", timeout=3).instruments
+    assert all(Options(schedule="1f1b", **one).instruments for one in ({"trace": "d"}, {"emulate": "links"}, {"inject": "J2"}))
+
+
+# ------------------------------------------------------------------------------------------------- flags
+def parse(*argv: str, **others) -> argparse.Namespace:
+    return argparse.Namespace(**vars(add_arguments(argparse.ArgumentParser()).parse_args(argv)), **others)
+
+
+def test_defaults_are_those_of_install_but_for_the_schedule():
+    options = options_from(parse(distributed_timeout_minutes=3))
+    assert options == Options(schedule="1f1b", timeout=180.0)
+
+
+def test_every_option_has_its_flag():
+    flags = parse(
+        *"--pipeline-schedule rrfp --rrfp-hint bf --rrfp-mode strict --rrfp-limit 5 --rrfp-order free --rrfp-lanes 2 --rrfp-interface lo"
+        " --rrfp-timeout 7 --rrfp-trace DIR --rrfp-emulate links:3:4".split(), profile=True)
+    assert options_from(flags) == Options(
+        schedule="rrfp", hint="bf", mode="strict", limit="5", order="free", lanes=2, interface="lo", timeout=7.0, trace="DIR", emulate="links:3:4",
+        nvtx=True)
+    assert options_from(parse("--rrfp-inject", "J3")).inject == "J3"
+    fields = {field.name for field in dataclasses.fields(Options) if field.init} - {"schedule", "nvtx"}
+    assert {f"rrfp_{name}" for name in fields} == {name for name in vars(flags) if name.startswith("rrfp_")}
+
+
+def test_a_timeout_of_zero_is_not_taken_for_none():
+    with pytest.raises(ConfigurationError, match="--rrfp-timeout 0"):
+        options_from(parse("--rrfp-timeout", "0"))
+
+
+def test_flags_are_added_once():
+    """A patched Megatron tree adds them itself, before the launcher would."""
+    parser = add_arguments(argparse.ArgumentParser())
+    before = len(parser._actions)
+    assert add_arguments(parser) is parser and len(parser._actions) == before
+    assert sum(group.title.startswith("readiness-driven pipeline") for group in parser._action_groups) == 1
+
+
+def test_help_formats():
+    text = add_arguments(argparse.ArgumentParser()).format_help()
+    assert all(flag in text for flag in ("--pipeline-schedule {1f1b,rrfp}", "--rrfp-hint HINT", "--rrfp-timeout SECONDS", "--rrfp-inject {J0,J1,J2,J3}"))
+
+
+def test_neither_torch_nor_megatron_is_imported():
+    script = "import rrfp.megatron.options, rrfp.megatron.arguments, sys; sys.exit(any(n.split('.')[0] in ('torch', 'megatron') for n in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
