@@ -1,0 +1,112 @@
+"""Megatron's own tests of its schedules, from a checkout at MEGATRON_LM, with our engine in its place.
+
+They check no gradient. So the pipeline case of its determinism tests runs too, Megatron's schedule against ours, parameter by parameter.
+"""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+RANKS = 4
+TESTS = "tests/unit_tests/pipeline_parallel/test_schedules.py"
+BY_ENGINE = {  # test -> calls of our engine
+    "test_get_forward_backward_func": 0,
+    "test_deallocate_output_tensor": 0,
+    "test_forward_backward_func_without_pipeline_parallel": 0,
+    "test_forward_backward_func_with_pipeline_parallel": 1,
+    "test_forward_backward_pipelining_without_interleaving_with_custom_pgs": 2,
+    "test_forward_backward_no_pipelining_with_custom_pgs": 0,
+}
+pytestmark = pytest.mark.timeout(240)
+
+
+def _tree() -> Path | None:
+    """The newest checkout at MEGATRON_LM that has these tests (0.19)."""
+    root = os.environ.get("MEGATRON_LM")
+    if not root or not Path(root).is_dir():
+        return None
+    found = [path for path in (Path(root), *Path(root).iterdir()) if (path / "tests/unit_tests/determinism/bit_exact_runner.py").is_file()]
+    return max(found, default=None, key=lambda path: path.name)
+
+
+@pytest.fixture(scope="module")
+def tree() -> Path:
+    if _tree() is None:
+        pytest.skip("MEGATRON_LM=DIR names no Megatron-LM checkout of 0.19 with its tests")
+    return _tree()
+
+
+def processes(tree, folder, command, *, ranks, **variables) -> tuple[list[int], list[str]]:
+    """Run `command` on `ranks` bare processes with the tree first in the path, which stays as it is. Exit statuses and outputs."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = {
+        "PYTHONPATH": os.pathsep.join(map(str, (tree, HERE, ROOT))), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
+        "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RRFP_REPORT_DIR": str(folder),
+    } | variables
+    started, outputs = [], [folder / f"out{rank}.txt" for rank in range(ranks)]
+    try:
+        for rank, output in enumerate(outputs):
+            environment = os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "MEGATRON_SUITE": str(folder / f"seen{rank}.json")}
+            with output.open("w") as out:
+                started.append(subprocess.Popen([sys.executable, *command], cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT))
+        codes = [process.wait(timeout=150) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    return codes, [output.read_text() for output in outputs]
+
+
+def run_tests(tree, folder, schedule) -> list[dict]:
+    """Run upstream's file on every rank; what each saw."""
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    internal: upstream's\n    flaky: upstream's\n    flaky_in_dev: upstream's\n")
+    command = ["-m", "pytest", "-c", str(folder / "pytest.ini"), "--noconftest", "-p", "megatron_suite_plugin", "-p", "no:cacheprovider", "-q",
+               "--timeout", "100", *(f"{tree / TESTS}::{name}" for name in BY_ENGINE)]
+    codes, outputs = processes(tree, folder, command, ranks=RANKS, MEGATRON_SUITE_SCHEDULE=schedule)
+    assert codes == [0] * RANKS, "\n".join(f"--- rank {rank} ---\n{output[-4000:]}" for rank, output in enumerate(outputs))
+    assert all(f"{len(BY_ENGINE)} passed" in output for output in outputs), outputs
+    return [json.loads((folder / f"seen{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def test_megatrons_tests_pass_and_our_engine_ran_them(tree, tmp_path):
+    for seen in run_tests(tree, tmp_path, "rrfp"):
+        assert {name: found.get("engine", 0) for name, found in seen.items()} == BY_ENGINE
+        assert not any("megatron" in found for found in seen.values()), seen  # nothing was delegated
+
+
+def test_without_our_schedule_megatrons_runs_them(tree, tmp_path, full):
+    """Control of the count."""
+    if not full:
+        pytest.skip("only with --all")
+    for seen in run_tests(tree, tmp_path, "1f1b"):
+        assert {name: found.get("megatron", 0) for name, found in seen.items()} == BY_ENGINE
+        assert not any("engine" in found for found in seen.values())
+
+
+@pytest.mark.parametrize("ranks, dropout", [(2, 0.1), (4, 0.0), (4, 0.1)])
+def test_gradients_are_bit_exact(tree, tmp_path, full, ranks, dropout):
+    if (ranks, dropout) == (4, 0.0) and not full:
+        pytest.skip("only with --all")
+    codes, outputs = processes(tree, tmp_path, [str(HERE / "megatron_suite_determinism.py"), str(dropout), "same"], ranks=ranks)
+    assert codes == [0] * ranks, "\n".join(output[-3000:] for output in outputs)
+    assert all(int(re.search(r"bit-exact: (\d+) gradients", output)[1]) > 10 for output in outputs)
+
+
+def test_another_order_of_backwards_is_not_bit_exact(tree, tmp_path):
+    """Negative control: gradients add up in another order, and Megatron's runner sees it on every stage."""
+    codes, outputs = processes(tree, tmp_path, [str(HERE / "megatron_suite_determinism.py"), "0.0", "reversed"], ranks=4)
+    assert codes == [1] * 4
+    assert all("AssertionError: Grad mismatch for chunk0." in output for output in outputs), "\n".join(output[-2000:] for output in outputs)
