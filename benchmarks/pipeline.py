@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from rrfp.action import Action
+from rrfp.action import Action, Edge
 from rrfp.comm.rendezvous import FileStore
 from rrfp.comm.zmq_transport import ZmqTransport
 from rrfp.engine.emulated import EmulatedExecutor
@@ -30,12 +30,17 @@ from rrfp.trace.recorder import Recorder
 
 @dataclass(frozen=True)
 class Job:
-    """One call of every rank. `durations`: seconds by (kind, stage, microbatch), or by kind alone."""
+    """One call of every rank.
+
+    durations: seconds by (kind, stage, microbatch), or by kind alone.
+    delays: seconds by which a message is late, by (kind, receiving stage, microbatch).
+    """
 
     policy: Policy
     microbatches: int
     durations: dict = field(default_factory=lambda: {"F": 0.02, "B": 0.04})
     nbytes: int = 1 << 16
+    delays: dict = field(default_factory=dict)
 
     def duration(self, action: Action) -> float:
         key = (action.kind, action.stage, action.microbatch)
@@ -58,19 +63,24 @@ class Stage:
         self, rank: int, ranks: int, directory: str, *, start_deadline: float, call_timeout: float, trace: Path | None = None
     ):
         self.rank, self.placement = rank, Placement.looped(ranks)
+        self._delays: dict = {}
         tasks = chain(self.placement, rank, 1).tasks.values()
         self._transport = ZmqTransport(
             rank=rank, edges_in=sorted({edge for task in tasks for edge in task.arrivals}),
             edges_out=sorted({edge for task in tasks for edge in task.sends}),
-            owner=dict(enumerate(self.placement.owners)), store=FileStore(directory), slot_bytes=1 << 17)
+            owner=dict(enumerate(self.placement.owners)), store=FileStore(directory), slot_bytes=1 << 17, delay=self._delay)
         self._recorder = Recorder(rank=rank, stages=(rank,), directory=trace, ranks=ranks)
         self._engine = Engine(rank=rank, owner=self.placement.rank_of, transport=self._transport, agreement=Solo(),
                               recorder=self._recorder, timeout=call_timeout)
         self._transport.open(self._engine.post, deadline=start_deadline)
         self._durations: dict[str, float] = {}
 
+    def _delay(self, edge: Edge, microbatch: int) -> float:
+        return self._delays.get(("F" if edge.source < edge.destination else "B", edge.destination, microbatch), 0.0)
+
     def prepare(self, job) -> Callable[[], tuple[int, dict]]:
         """What is timed: runs the job, returns the peak in flight and the parts of the time."""
+        self._delays = job.delays
         scheduler = job.policy.scheduler(self.placement, self.rank, job.microbatches, durations=self._durations)
         executor = EmulatedExecutor(job.duration, release=self._transport.release, nbytes=job.nbytes)
 

@@ -137,7 +137,9 @@ def gradients_of(*, microbatches, own=True, **settings):
     state.restore()
     pipelined = parallel_state.get_pipeline_model_parallel_world_size() > 1
     function = (OWN if own else schedule()) if pipelined else schedules.forward_backward_no_pipelining
-    return gpt.step(function, model, optimizer, gpt.batches(0), microbatches, update=False)
+    result = gpt.step(function, model, optimizer, gpt.batches(0), microbatches, update=False)
+    return {"losses": [loss.numpy() for loss in result["losses"]],
+            "gradients": {name: gradient.numpy() for name, gradient in result["gradients"].items()}}
 
 
 @job
