@@ -27,14 +27,28 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=32)
     parser.add_argument("--unit-ms", type=float, default=20.0)
     parser.add_argument("--seeds", type=int, default=3, help="how many, from 15 on (the draws that no parameter was tuned on)")
-    parser.add_argument("--scenarios", nargs="+", default=["uniform", "jitter-0.3", "lengths", "images-tokens", "mixed", "spikes",
-                                                           "paper-multimodal"], choices=list(SCENARIOS), metavar="NAME")
+    parser.add_argument(
+        "--scenarios",
+        nargs="+",
+        default=["uniform", "jitter-0.3", "lengths", "images-tokens", "mixed", "spikes", "paper-multimodal"],
+        choices=list(SCENARIOS),
+        metavar="NAME",
+    )
     options = parser.parse_args()
     placement, unit = Placement.looped(options.ranks), options.unit_ms / 1e3
-    print(f"{options.ranks} stages, {options.microbatches} microbatches, F {options.unit_ms:g} ms on average, seeds 15 to "
-          f"{14 + options.seeds}; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", flush=True)
+    print(
+        f"{options.ranks} stages, {options.microbatches} microbatches, F {options.unit_ms:g} ms on average, seeds 15 to "
+        f"{14 + options.seeds}; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+        flush=True,
+    )
     heads = [f"{name} {what}" for name in RULES for what in ("real", "simulated")]
-    print("scenario".ljust(18), "strict s".rjust(9), *(head.rjust(20) for head in heads), "peak in flight (strict = ready)", flush=True)
+    print(
+        "scenario".ljust(18),
+        "strict s".rjust(9),
+        *(head.rjust(20) for head in heads),
+        "peak in flight (strict = ready)",
+        flush=True,
+    )
     with Group(options.ranks) as group:
         for scenario in options.scenarios:
             rows, seconds, peaks = {head: [] for head in heads}, [], []
@@ -51,12 +65,20 @@ def main() -> None:
                 seconds.append(strict.seconds)
                 for name, policy in RULES.items():
                     ready = real(policy)
-                    assert all(ours <= theirs for ours, theirs in zip(ready.peaks, strict.peaks, strict=True)), "more memory than the control"
+                    assert all(ours <= theirs for ours, theirs in zip(ready.peaks, strict.peaks, strict=True)), (
+                        "more memory than the control"
+                    )
                     rows[f"{name} real"].append(strict.seconds / ready.seconds)
                     rows[f"{name} simulated"].append(simulated(STRICT) / simulated(policy))
                 peaks = strict.peaks
             cells = [f"{statistics.median(rows[head]):.3f}" for head in heads]
-            print(scenario.ljust(18), f"{statistics.median(seconds):9.3f}", *(cell.rjust(20) for cell in cells), " ".join(map(str, peaks)), flush=True)
+            print(
+                scenario.ljust(18),
+                f"{statistics.median(seconds):9.3f}",
+                *(cell.rjust(20) for cell in cells),
+                " ".join(map(str, peaks)),
+                flush=True,
+            )
     print(f"load at the end {os.getloadavg()[0]:.1f}: with much other work on the machine these are not the engine's figures")
 
 

@@ -27,7 +27,9 @@ RUNS = {
     "RRFP": ["--pipeline-schedule", "rrfp"],
     "RRFP, memory of 2P": ["--pipeline-schedule", "rrfp", "--rrfp-hint", "fill-alt", "--rrfp-limit", "2p"],
 }
-_ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+).*?elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: (\S+).*?grad norm: (\S+)")
+_ITERATION = re.compile(
+    r"iteration\s+(\d+)/\s*(\d+).*?elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: (\S+).*?grad norm: (\S+)"
+)
 DEADLINE = 300.0
 
 
@@ -37,11 +39,31 @@ def train(name: str, flags: list[str], options, folder: Path) -> list[tuple[str,
     for old in trace.glob("rank*.jsonl"):
         old.unlink()
     folder.mkdir(parents=True, exist_ok=True)
-    command = ["bash", str(ROOT / "scripts/pretrain_gpt.sh"), "--cpu", "--train-iters", str(options.iterations), "--global-batch-size",
-               str(2 * options.microbatches), "--rrfp-emulate", options.scenario, "--rrfp-trace", str(trace), *flags]
-    environment = os.environ | {"STAGES": str(options.stages), "DATA": str(options.out / "data"), "PYTHONWARNINGS": "ignore", "RRFP_REPORT_DIR": str(folder)}
+    command = [
+        "bash",
+        str(ROOT / "scripts/pretrain_gpt.sh"),
+        "--cpu",
+        "--train-iters",
+        str(options.iterations),
+        "--global-batch-size",
+        str(2 * options.microbatches),
+        "--rrfp-emulate",
+        options.scenario,
+        "--rrfp-trace",
+        str(trace),
+        *flags,
+    ]
+    environment = os.environ | {
+        "STAGES": str(options.stages),
+        "DATA": str(options.out / "data"),
+        "PYTHONWARNINGS": "ignore",
+        "RRFP_REPORT_DIR": str(folder),
+    }
     results, start = [], time.monotonic()
-    with open(log, "w") as file, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as process:
+    with (
+        open(log, "w") as file,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as process,
+    ):
         timer = threading.Timer(DEADLINE, process.kill)
         timer.start()
         _progress(f"{name:<22} starting {options.stages} processes ...")
@@ -51,7 +73,9 @@ def train(name: str, flags: list[str], options, folder: Path) -> list[tuple[str,
                 if found := _ITERATION.search(line):
                     iteration, total, milliseconds, loss, norm = found.groups()
                     results.append((loss, norm))
-                    _progress(f"{name:<22} iteration {iteration}/{total}  loss {float(loss):.4f}  {float(milliseconds):6.0f} ms    ")
+                    _progress(
+                        f"{name:<22} iteration {iteration}/{total}  loss {float(loss):.4f}  {float(milliseconds):6.0f} ms    "
+                    )
         finally:
             timer.cancel()
     print(f"{name:<22} done in {time.monotonic() - start:.0f} s{' ' * 40}", flush=True)
@@ -80,8 +104,16 @@ def row(name: str, losses, reference, timeline, baseline: float | None) -> tuple
     peaks = "/".join(str(max(part.peak_in_flight.values())) for part in summary.ranks.values())
     same = "reference" if losses is reference else "equal" if losses == reference else "DIFFERENT"
     factor = f"{(baseline or median) / median:.2f}"
-    return [name, same, f"{1000 * median:.0f} ms", factor, peaks, f"{100 * parts['compute'] / total:.0f}%", f"{100 * blocked / total:.0f}%",
-            f"{100 * parts['runtime'] / total:.1f}%"], median
+    return [
+        name,
+        same,
+        f"{1000 * median:.0f} ms",
+        factor,
+        peaks,
+        f"{100 * parts['compute'] / total:.0f}%",
+        f"{100 * blocked / total:.0f}%",
+        f"{100 * parts['runtime'] / total:.1f}%",
+    ], median
 
 
 def main() -> None:
@@ -90,10 +122,15 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=12)
     parser.add_argument("--iterations", type=int, default=6)
-    parser.add_argument("--scenario", default="lengths:20:1", help="emulated durations: NAME[:UNIT_MS[:SEED]], see docs/emulation.md")
+    parser.add_argument(
+        "--scenario", default="lengths:20:1", help="emulated durations: NAME[:UNIT_MS[:SEED]], see docs/emulation.md"
+    )
     options = parser.parse_args()
-    print(f"training a GPT on real text over {options.stages} stages on this CPU, {options.microbatches} microbatches an iteration; durations are "
-          f"EMULATED (scenario {options.scenario}): every action sleeps up to its drawn duration, the same draws in every run", flush=True)
+    print(
+        f"training a GPT on real text over {options.stages} stages on this CPU, {options.microbatches} microbatches an iteration; durations are "
+        f"EMULATED (scenario {options.scenario}): every action sleeps up to its drawn duration, the same draws in every run",
+        flush=True,
+    )
     timelines, rows, reference, baseline = [], [], None, None
     for name, flags in RUNS.items():
         folder = options.out / re.sub(r"\W+", "-", name.lower()).strip("-")
@@ -110,8 +147,10 @@ def main() -> None:
     print()
     for cells in [head, *rows]:
         print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip())
-    print(f"\nlosses: loss and gradient norm of all {options.iterations} iterations, digit for digit. Times: median of iterations 2 to "
-          f"{options.iterations}, emulated durations. Peak in flight: activations held per stage.")
+    print(
+        f"\nlosses: loss and gradient norm of all {options.iterations} iterations, digit for digit. Times: median of iterations 2 to "
+        f"{options.iterations}, emulated durations. Peak in flight: activations held per stage."
+    )
     for line in sorted({line for name in RUNS for line in _overruns(options.out, name)}):
         print(line)
     try:

@@ -26,16 +26,26 @@ class Group:
         self._folder = Path(self._directory.name)
         self._jobs = 0
         environment = os.environ | {
-            "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "RRFP_REPORT_DIR": str(self._folder),
-            "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), str(HERE)]), "PYTHONFAULTHANDLER": "1"}
+            "OMP_NUM_THREADS": "1",
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "RRFP_REPORT_DIR": str(self._folder),
+            "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), str(HERE)]),
+            "PYTHONFAULTHANDLER": "1",
+        }
         arguments = json.dumps({"folder": str(self._folder), "pipeline": pipeline or ranks, "options": options or {}})
         self._processes = []
         for rank in range(ranks):
             log = open(self._folder / f"log{rank}.txt", "w")
             with log:
-                self._processes.append(subprocess.Popen(
-                    [sys.executable, "-W", "ignore::UserWarning", str(HERE / "jobs.py"), arguments], stdout=log, stderr=log,
-                    env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}))
+                self._processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-W", "ignore::UserWarning", str(HERE / "jobs.py"), arguments],
+                        stdout=log,
+                        stderr=log,
+                        env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    )
+                )
 
     def run(self, job: str, *, deadline: float = 100.0, **arguments) -> list:
         index, self._jobs = self._jobs, self._jobs + 1

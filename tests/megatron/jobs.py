@@ -119,7 +119,9 @@ def reorders(*, microbatches, rows, seed=1, **settings):
     model, optimizer, state = model_for(**settings)
     DELAYS.seed, DELAYS.longest = seed, 0.0
     state.restore()
-    got = gpt.train(schedule(hint="rows", order="free", mode="strict", limit=str(microbatches)), model, optimizer, microbatches, steps=1)
+    got = gpt.train(
+        schedule(hint="rows", order="free", mode="strict", limit=str(microbatches)), model, optimizer, microbatches, steps=1
+    )
     return gpt.difference(expected[0], got[0]), relative(expected[0], got[0])
 
 
@@ -138,8 +140,10 @@ def gradients_of(*, microbatches, own=True, **settings):
     pipelined = parallel_state.get_pipeline_model_parallel_world_size() > 1
     function = (OWN if own else schedule()) if pipelined else schedules.forward_backward_no_pipelining
     result = gpt.step(function, model, optimizer, gpt.batches(0), microbatches, update=False)
-    return {"losses": [loss.numpy() for loss in result["losses"]],
-            "gradients": {name: gradient.numpy() for name, gradient in result["gradients"].items()}}
+    return {
+        "losses": [loss.numpy() for loss in result["losses"]],
+        "gradients": {name: gradient.numpy() for name, gradient in result["gradients"].items()},
+    }
 
 
 @job
@@ -240,21 +244,39 @@ def contract():
         batch = next(data_iterator) if data_iterator is not None else None
         x = layer.input if layer.input is not None else batch.float() * torch.ones(4, 2, 8)
         out = layer(x)
-        return out, lambda output, **kw: ((output.sum(), {"sum": output.sum().detach(), "batch": batch}) if not kw else {"raw": output.detach(), "batch": batch})
+        return (
+            out,
+            lambda output, **kw: (
+                (output.sum(), {"sum": output.sum().detach(), "batch": batch})
+                if not kw
+                else {"raw": output.detach(), "batch": batch}
+            ),
+        )
 
     def call(function, layer, **keywords):
-        arguments = {"forward_step_func": forward, "data_iterator": (torch.tensor(float(k)) for k in range(100)), "model": [layer],
-                     "num_microbatches": 5, "seq_length": 4, "micro_batch_size": 2, "decoder_seq_length": 4} | keywords
+        arguments = {
+            "forward_step_func": forward,
+            "data_iterator": (torch.tensor(float(k)) for k in range(100)),
+            "model": [layer],
+            "num_microbatches": 5,
+            "seq_length": 4,
+            "micro_batch_size": 2,
+            "decoder_seq_length": 4,
+        } | keywords
         result = function(**arguments)
         return result, {name: None if p.grad is None else p.grad.clone() for name, p in layer.named_parameters()}
 
     found = {}
     cases = {
-        "plain": {}, "list of iterators": {"data_iterator": [iter([torch.tensor(float(k)) for k in range(9)])]},
-        "non-loss data": {"collect_non_loss_data": True, "forward_only": True}, "forward only": {"forward_only": True},
+        "plain": {},
+        "list of iterators": {"data_iterator": [iter([torch.tensor(float(k)) for k in range(9)])]},
+        "non-loss data": {"collect_non_loss_data": True, "forward_only": True},
+        "forward only": {"forward_only": True},
         "no loss function": {"forward_step_func": lambda it, layer: (forward(it, layer)[0], None), "forward_only": True},
-        "one microbatch": {"num_microbatches": 1}, "fewer than stages": {"num_microbatches": size - 1 or 1},
-        "first validation step": {"forward_only": True, "first_val_step": True}, "module, not list": {"model": None},
+        "one microbatch": {"num_microbatches": 1},
+        "fewer than stages": {"num_microbatches": size - 1 or 1},
+        "first validation step": {"forward_only": True, "first_val_step": True},
+        "module, not list": {"model": None},
         "decoder length": {"seq_length": 99, "decoder_seq_length": 4},
     }
     for name, keywords in cases.items():
@@ -386,7 +408,9 @@ def registered(*, equal):
         for stage in range(context.placement.stages):
             rows.append([f"{stage}F{m}" for m in order] + [f"{stage}B{m}" for m in order])
         if not equal and parallel_state.get_pipeline_model_parallel_rank() == 1:
-            rows[0] = [f"0F{m}" for m in order[:1]] + [f"0B{order[0]}"] + [f"0F{m}" for m in order[1:]] + [f"0B{m}" for m in order[1:]]
+            rows[0] = (
+                [f"0F{m}" for m in order[:1]] + [f"0B{order[0]}"] + [f"0F{m}" for m in order[1:]] + [f"0B{m}" for m in order[1:]]
+            )
         return rows
 
     rrfp.register_hint("measured", hint)
@@ -422,7 +446,9 @@ def timers_and_sync():
 def main():
     settings = json.loads(sys.argv[1])
     folder, rank = Path(settings["folder"]), int(os.environ["RANK"])
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=int(os.environ["WORLD_SIZE"])
+    )
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=settings["pipeline"])
     index = 0
     while True:

@@ -15,25 +15,51 @@ SEQUENCE, BATCH, HIDDEN, LAYERS = 16, 2, 32, 4
 TEXT = "".join(pydoc_data.topics.topics.values()).encode("utf-8", "replace")
 
 
-def build(*, dropout: float = 0.1, recompute: bool = False, dtype=torch.float32, overlap: bool = False, layers: int = LAYERS, **config):
+def build(
+    *, dropout: float = 0.1, recompute: bool = False, dtype=torch.float32, overlap: bool = False, layers: int = LAYERS, **config
+):
     """(model in DDP, optimizer). The same weights whatever the number of stages: every parameter is seeded by its global name."""
     seed_generators()
     settings = TransformerConfig(
-        num_layers=layers, hidden_size=HIDDEN, num_attention_heads=4, use_cpu_initialization=True, pipeline_dtype=dtype, params_dtype=dtype,
-        bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16, hidden_dropout=dropout, attention_dropout=dropout,
-        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(), deallocate_pipeline_outputs=True,
-        attention_softmax_in_fp32=True, gradient_accumulation_fusion=False, masked_softmax_fusion=False, persist_layer_norm=False,
-        bias_dropout_fusion=False, bias_activation_fusion=False, apply_rope_fusion=False,
-        **({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} if recompute else {}), **config)
+        num_layers=layers,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        use_cpu_initialization=True,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        deallocate_pipeline_outputs=True,
+        attention_softmax_in_fp32=True,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        apply_rope_fusion=False,
+        **({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} if recompute else {}),
+        **config,
+    )
     model = GPTModel(
-        config=settings, transformer_layer_spec=get_gpt_layer_local_spec(), vocab_size=256, max_sequence_length=SEQUENCE,
-        pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
-        position_embedding_type="rope", share_embeddings_and_output_weights=True)
+        config=settings,
+        transformer_layer_spec=get_gpt_layer_local_spec(),
+        vocab_size=256,
+        max_sequence_length=SEQUENCE,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=True,
+    )
     if dtype != torch.float32:
         from megatron.core.transformer.module import Float16Module
 
         model = Float16Module(settings, model)
-    ddp = DistributedDataParallelConfig(overlap_grad_reduce=overlap, grad_reduce_in_fp32=dtype != torch.float32, bucket_size=2000 if overlap else None)
+    ddp = DistributedDataParallelConfig(
+        overlap_grad_reduce=overlap, grad_reduce_in_fp32=dtype != torch.float32, bucket_size=2000 if overlap else None
+    )
     model = DistributedDataParallel(settings, ddp, model)
     settings.finalize_model_grads_func = finalize_model_grads
     settings.no_sync_func = model.no_sync
@@ -42,8 +68,17 @@ def build(*, dropout: float = 0.1, recompute: bool = False, dtype=torch.float32,
             generator = torch.Generator().manual_seed(int(hashlib.sha256(global_name(name).encode()).hexdigest()[:8], 16))
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="adam", lr=1e-3, bf16=settings.bf16, fp16=settings.fp16, params_dtype=dtype, clip_grad=1.0,
-                        **({"initial_loss_scale": 2.0**20, "min_loss_scale": 1.0, "hysteresis": 1} if settings.fp16 else {})), [model])
+        OptimizerConfig(
+            optimizer="adam",
+            lr=1e-3,
+            bf16=settings.bf16,
+            fp16=settings.fp16,
+            params_dtype=dtype,
+            clip_grad=1.0,
+            **({"initial_loss_scale": 2.0**20, "min_loss_scale": 1.0, "hysteresis": 1} if settings.fp16 else {}),
+        ),
+        [model],
+    )
     settings.grad_scale_func = optimizer.scale_loss
     return model, optimizer
 
@@ -90,7 +125,7 @@ def batches(start: int, *, length=lambda index: SEQUENCE):
     index = start
     while True:
         size = length(index)
-        rows = [TEXT[(index * BATCH + row) * SEQUENCE * 3:][: size + 1] for row in range(BATCH)]
+        rows = [TEXT[(index * BATCH + row) * SEQUENCE * 3 :][: size + 1] for row in range(BATCH)]
         block = torch.tensor([list(row) for row in rows])
         yield {"tokens": block[:, :-1], "labels": block[:, 1:], "index": index}
         index += 1
@@ -112,7 +147,9 @@ def forward_step(data_iterator, model):
     return output, loss_func
 
 
-def step(schedule, model, optimizer, iterator, microbatches: int, *, forward_only: bool = False, update: bool = True, **keywords) -> dict:
+def step(
+    schedule, model, optimizer, iterator, microbatches: int, *, forward_only: bool = False, update: bool = True, **keywords
+) -> dict:
     """One iteration. Returns losses (per microbatch, last stage) and every gradient, before the optimizer's step."""
     if not forward_only:
         model.zero_grad_buffer()
@@ -120,9 +157,16 @@ def step(schedule, model, optimizer, iterator, microbatches: int, *, forward_onl
     ends = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
     with torch.no_grad() if forward_only else torch.enable_grad():
         stored = schedule(
-            forward_step_func=keywords.pop("forward_step_func", forward_step), data_iterator=iterator if ends else None, model=[model],
-            num_microbatches=microbatches, seq_length=SEQUENCE, micro_batch_size=BATCH, decoder_seq_length=SEQUENCE, forward_only=forward_only,
-            **keywords)
+            forward_step_func=keywords.pop("forward_step_func", forward_step),
+            data_iterator=iterator if ends else None,
+            model=[model],
+            num_microbatches=microbatches,
+            seq_length=SEQUENCE,
+            micro_batch_size=BATCH,
+            decoder_seq_length=SEQUENCE,
+            forward_only=forward_only,
+            **keywords,
+        )
     result = {"losses": [entry["lm loss"].clone() for entry in stored], "indices": [entry["index"] for entry in stored]}
     if not forward_only:
         result["gradients"] = {global_name(name): p.main_grad.clone() for name, p in model.named_parameters()}
@@ -144,10 +188,17 @@ def difference(a, b, path: str = "") -> str | None:
     """Where two results are not bitwise equal: the first place, or None."""
     if torch.is_tensor(a):
         # By bytes: a skipped step's gradients hold NaN, which is not equal to itself.
-        same = a.dtype == b.dtype and a.shape == b.shape and torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
+        same = (
+            a.dtype == b.dtype
+            and a.shape == b.shape
+            and torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
+        )
         return None if same else f"{path}: differ by {(a.double() - b.double()).abs().max():.3g}"
     if isinstance(a, dict):
-        return next((d for key in a if (d := difference(a[key], b[key], f"{path}/{key}"))), None if a.keys() == b.keys() else f"{path}: other keys")
+        return next(
+            (d for key in a if (d := difference(a[key], b[key], f"{path}/{key}"))),
+            None if a.keys() == b.keys() else f"{path}: other keys",
+        )
     if isinstance(a, (list, tuple)):
         if len(a) != len(b):
             return f"{path}: {len(a)} entries and {len(b)}"

@@ -23,15 +23,31 @@ def test_bitwise_equal_under_random_delays(group, hint, microbatches, recompute,
     seeds = range(recompute, 50, 2) if full else [int(recompute)]
     # GPipe's list is itself only where memory allows it; elsewhere it ranks what the limit admits. Both are covered.
     for limit in ["1f1b", str(microbatches)] if hint == "gpipe" and full else ["8" if hint == "gpipe" else "1f1b"]:
-        where = group.run("same", microbatches=microbatches, seeds=list(seeds), options={"hint": hint, "limit": limit}, recompute=recompute,
-                          deadline=900)
+        where = group.run(
+            "same",
+            microbatches=microbatches,
+            seeds=list(seeds),
+            options={"hint": hint, "limit": limit},
+            recompute=recompute,
+            deadline=900,
+        )
         assert where == [None] * group.ranks
 
 
-@pytest.mark.parametrize("options", [
-    {"hint": "1f1b", "mode": "strict"}, {"hint": "alt", "mode": "strict", "limit": "2p"}, {"hint": "alt", "limit": "eager"}, {"hint": "bf", "limit": "paper:32"},
-    {"hint": "announced", "limit": "2p-1"}, {"hint": "fill", "limit": "1"}, {"hint": "bf", "order": "megatron"}, *({"hint": hint} for hint in OTHERS)],
-    ids=lambda options: "-".join(options.values()))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"hint": "1f1b", "mode": "strict"},
+        {"hint": "alt", "mode": "strict", "limit": "2p"},
+        {"hint": "alt", "limit": "eager"},
+        {"hint": "bf", "limit": "paper:32"},
+        {"hint": "announced", "limit": "2p-1"},
+        {"hint": "fill", "limit": "1"},
+        {"hint": "bf", "order": "megatron"},
+        *({"hint": hint} for hint in OTHERS),
+    ],
+    ids=lambda options: "-".join(options.values()),
+)
 def test_bitwise_equal_whatever_the_limit_and_mode(group, options, full):
     where = group.run("same", microbatches=5, seeds=list(range(10 if full else 1)), options=options)
     assert where == [None] * group.ranks
@@ -70,7 +86,11 @@ def test_a_gradient_that_does_not_exist(group):
     for rank, named in enumerate(gradients):
         trained = {name for name, largest in named.items() if largest > 0}
         # Before the cut only the tied embedding is fed, from the other end, when gradients are finalised.
-        assert trained > {"embedding.word_embeddings.weight"} if rank == group.ranks - 1 else trained <= {"embedding.word_embeddings.weight"}
+        assert (
+            trained > {"embedding.word_embeddings.weight"}
+            if rank == group.ranks - 1
+            else trained <= {"embedding.word_embeddings.weight"}
+        )
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
