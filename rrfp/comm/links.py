@@ -6,7 +6,7 @@ neighbours need (a rank whose neighbours all share its host opens no network por
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import zmq
