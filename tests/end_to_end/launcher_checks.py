@@ -1,4 +1,4 @@
-"""`rrfp.install` as users without Megatron's arguments call it, on two bare processes. Every check runs on both; the first failure ends it."""
+"""`rrfp.install` as users without Megatron's arguments call it, on two bare processes. The first check that fails ends it."""
 
 import gc
 import threading
@@ -38,7 +38,13 @@ def train() -> list:
         return output, lambda out: (out.sum(), {"sum": out.sum().detach()})
 
     losses = get_forward_backward_func()(
-        forward_step_func=forward, data_iterator=iter(range(100)), model=[layer], num_microbatches=3, seq_length=4, micro_batch_size=2)
+        forward_step_func=forward,
+        data_iterator=iter(range(100)),
+        model=[layer],
+        num_microbatches=3,
+        seq_length=4,
+        micro_batch_size=2,
+    )
     return [loss["sum"].item() for loss in losses] + [layer.weight.grad.sum().item()]
 
 

@@ -36,7 +36,7 @@ def release(tree: Path) -> tuple[int, int, int]:
 
 
 def ready_tree(tree: Path, folder: Path) -> Path:
-    """The checkout in links, unmodified, and beside its dataset helpers' source the installed wheel's build of it (else it is compiled)."""
+    """The checkout in links, unmodified, with the dataset helpers that the installed wheel has compiled from the same source."""
     import importlib.util
 
     copy = folder / tree.name
@@ -55,8 +55,13 @@ def ready_tree(tree: Path, folder: Path) -> Path:
 
 def make_data(folder: Path) -> list[str]:
     """Real text in `folder`; the arguments of a tiny GPT on it."""
-    subprocess.run([sys.executable, str(ROOT / "scripts/prepare_data.py"), str(folder)], check=True, timeout=120, capture_output=True,
-                   env={**os.environ, "PYTHONPATH": str(ROOT)})
+    subprocess.run(
+        [sys.executable, str(ROOT / "scripts/prepare_data.py"), str(folder)],
+        check=True,
+        timeout=120,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     return (ROOT / "scripts/tiny_gpt.args").read_text().split() + (folder / "text.args").read_text().split() + TINY
 
 
@@ -64,8 +69,17 @@ def environment(ranks: int) -> list[dict]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    return [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} for rank in range(ranks)]
+    return [
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        for rank in range(ranks)
+    ]
 
 
 @dataclass
@@ -87,7 +101,7 @@ class Run:
 def log(text: str) -> list[str]:
     """Megatron's log of iterations and validations, in order, digit for digit, without the times."""
     found = re.findall(r"(?:iteration +\d+/ *\d+ \|| validation loss at ).*", text)
-    return [re.sub(r"elapsed time per iteration \(ms\): \S+ \| |throughput per GPU \(TFLOP/s/GPU\): \S+ \| ?", "", line).strip() for line in found]
+    return [re.sub(r"elapsed time per iteration \(ms\): \S+ \| ", "", line).strip() for line in found]
 
 
 def value(line: str, name: str) -> float | None:
@@ -102,8 +116,13 @@ class Server:
         self._arguments = arguments
         variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "LOCAL_WORLD_SIZE": "4"}
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "pretrain_gpt_server.py"), str(script)], cwd=ROOT, text=True, env=os.environ | variables,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            [sys.executable, str(HERE / "pretrain_gpt_server.py"), str(script)],
+            cwd=ROOT,
+            text=True,
+            env=os.environ | variables,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         self._lines: queue.SimpleQueue = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -119,8 +138,17 @@ class Server:
         self._reader.join(10)
         self._process.stdout.close()
 
-    def run(self, way: str, folder: Path, *arguments: str, ranks: int, pipeline: int | None = None, codes: list[int] | None = None,
-            world: int | None = None, deadline: float = 100.0) -> Run:
+    def run(
+        self,
+        way: str,
+        folder: Path,
+        *arguments: str,
+        ranks: int,
+        pipeline: int | None = None,
+        codes: list[int] | None = None,
+        world: int | None = None,
+        deadline: float = 100.0,
+    ) -> Run:
         """Train with `way` "rrfp" or "1f1b" (both under `python -m rrfp`, with that --pipeline-schedule) or "megatron".
 
         world: how many ranks each believes there are, for what ends before they meet (default: `ranks`).
@@ -132,7 +160,12 @@ class Server:
         schedule = {"rrfp": ["--pipeline-schedule", "rrfp"], "1f1b": ["--pipeline-schedule", "1f1b"], "megatron": []}[way]
         argv = [*self._arguments, "--pipeline-model-parallel-size", str(pipeline or ranks), *schedule, *arguments]
         variables = [one | {"RRFP_REPORT_DIR": str(folder)} for one in environment(world or ranks)[:ranks]]
-        job = {"way": "megatron" if way == "megatron" else "rrfp", "argv": argv, "env": variables, "output": list(map(str, outputs))}
+        job = {
+            "way": "megatron" if way == "megatron" else "rrfp",
+            "argv": argv,
+            "env": variables,
+            "output": list(map(str, outputs)),
+        }
         print(json.dumps(job), file=self._process.stdin, flush=True)
         pids = self._lines.get(timeout=60)
         ended, until = {}, time.monotonic() + deadline
@@ -148,7 +181,8 @@ class Server:
                 ended[pids.index(pid)] = code
         run = Run([ended[rank] for rank in range(ranks)], [output.read_text(errors="replace") for output in outputs])
         assert run.codes == (codes or [0] * ranks), "\n".join(
-            f"--- {way}, rank {rank}: exit status {run.codes[rank]} ---\n{run.outputs[rank][-4000:]}" for rank in range(ranks))
+            f"--- {way}, rank {rank}: exit status {run.codes[rank]} ---\n{run.outputs[rank][-4000:]}" for rank in range(ranks)
+        )
         return run
 
 
@@ -175,4 +209,8 @@ def different(one: Path, other: Path) -> list[str]:
 def bits(a, b) -> bool:
     import torch
 
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
+    )

@@ -1,4 +1,4 @@
-"""Starts training jobs of bare processes quickly: torch and Megatron are imported once, and every rank is a fork that runs on from there.
+"""Starts training jobs of bare processes quickly: Megatron is imported once, and every rank is a fork that runs on from there.
 
 Nothing of RRFP but its CPU mode is loaded before the fork. A rank then goes one of two ways: "rrfp" enters `rrfp.cli.main` as
 `python -m rrfp` does; "megatron" runs the script as it is, the baseline. A line on stdin is one job, {"way", "argv", "env": [one
@@ -6,6 +6,7 @@ per rank], "output": [one file per rank]}; a line on stdout is a list of process
 """
 
 import json
+import multiprocessing.spawn
 import os
 import runpy
 import sys
@@ -19,12 +20,22 @@ def warm(script):
     sys.path[0] = os.path.dirname(script)
     cpu.patch_megatron()
     runpy.run_path(script, run_name="imported")
-    import megatron.core.dist_checkpointing.strategies.torch
+    import megatron.core.dist_checkpointing.strategies.torch  # noqa: F401
     import torch.distributed.checkpoint
     import torch.utils.cpp_extension  # noqa: F401
 
-    assert not [name for name in sys.modules if name in ("rrfp.megatron.forward_backward", "rrfp.megatron.baseline", "rrfp.megatron.launcher")]
+    assert not sys.modules.keys() & {"rrfp.megatron.forward_backward", "rrfp.megatron.baseline", "rrfp.megatron.launcher"}
     assert len(os.listdir("/proc/self/task")) == 1
+
+
+def spawn_quickly():
+    """A spawned helper (a rank's first checkpoint starts one) need not import the training script, and all of Megatron, again."""
+    prepare = multiprocessing.spawn.get_preparation_data
+
+    def without_script(name):
+        return {key: value for key, value in prepare(name).items() if not key.startswith("init_main")}
+
+    multiprocessing.spawn.get_preparation_data = without_script
 
 
 def serve():
@@ -40,6 +51,7 @@ def serve():
                 os.dup2(target, 1)
                 os.dup2(target, 2)
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                sys.stdout.reconfigure(line_buffering=True)  # whole lines, among those of stderr
                 return job
             children.append(child)
         print(json.dumps(children), flush=True)
@@ -52,6 +64,7 @@ def serve():
 
 def main(script):
     warm(script)
+    spawn_quickly()
     job = serve()
     if job is None:
         return 0

@@ -1,4 +1,4 @@
-"""`python -m rrfp` and `rrfp.install`: what they refuse, in one line that names option, value, rule and way out, and what they leave alone."""
+"""`python -m rrfp` and `rrfp.install`: what they refuse, by option, value, rule and way out, and what they leave alone."""
 
 import json
 import os
@@ -34,12 +34,21 @@ def server(data):
 def start(*arguments: str, cwd=None, **variables) -> subprocess.CompletedProcess:
     """`python -m rrfp` with these arguments, one process."""
     environment = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"} | variables
-    return subprocess.run([sys.executable, "-m", "rrfp", *arguments], env=os.environ | environment, cwd=cwd, capture_output=True, text=True, timeout=100)
+    return subprocess.run(
+        [sys.executable, "-m", "rrfp", *arguments],
+        env=os.environ | environment,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
 
 
 def refusal(run) -> str:
     """The one line of a refusal with exit status 2."""
-    code, text = (run.returncode, run.stderr) if isinstance(run, subprocess.CompletedProcess) else (run.codes[0], run.outputs[0])
+    code, text = (
+        (run.returncode, run.stderr) if isinstance(run, subprocess.CompletedProcess) else (run.codes[0], run.outputs[0])
+    )
     assert code == 2, text[-3000:]
     lines = [line for line in text.splitlines() if line.startswith("rrfp: ")]
     assert len(lines) == 1 and "Traceback" not in text, text[-3000:]
@@ -61,11 +70,16 @@ def test_nothing_to_run_says_how():
 
 
 def test_unknown_option_before_the_script():
-    assert refusal(start("--gpu", "pretrain_gpt.py")) == "rrfp: --gpu: unknown option before the script; see `python -m rrfp --help`"
+    assert (
+        refusal(start("--gpu", "pretrain_gpt.py"))
+        == "rrfp: --gpu: unknown option before the script; see `python -m rrfp --help`"
+    )
 
 
 def test_missing_script():
-    assert re.fullmatch(r"rrfp: nowhere\.py: no such script; give the path .*pretrain_gpt\.py", refusal(start("--cpu", "nowhere.py")))
+    assert re.fullmatch(
+        r"rrfp: nowhere\.py: no such script; give the path .*pretrain_gpt\.py", refusal(start("--cpu", "nowhere.py"))
+    )
 
 
 def test_a_refusal_is_told_once():
@@ -94,7 +108,7 @@ def test_an_unknown_release_of_megatron(tmp_path, cpu):
         "megatron/core/pipeline_parallel/__init__.py": "",
         "megatron/core/pipeline_parallel/schedules.py": "def forward_backward_pipelining_without_interleaving(*, model): ...\n",
         "megatron/training/__init__.py": "",
-        "megatron/training/arguments.py": "def add_megatron_arguments(parser): return parser\n\n\ndef validate_args(args): return args\n",
+        "megatron/training/arguments.py": "def add_megatron_arguments(parser): ...\n\n\ndef validate_args(args): ...\n",
         "train.py": "raise AssertionError('must not be reached')\n",
     }
     for name, text in files.items():
@@ -113,31 +127,52 @@ def test_no_megatron_at_all(tmp_path):
 
 
 def test_importing_the_package_imports_neither_torch_nor_megatron():
-    script = "import rrfp, rrfp.cli, rrfp.megatron, rrfp.policy, sys; print([n for n in sys.modules if n.split('.')[0] in ('torch', 'megatron')])"
-    done = subprocess.run([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60)
-    assert done.stdout == "[]\n", done.stdout + done.stderr
-    # Control: the same question after an import that does.
-    script = script.replace("import rrfp,", "import torch, rrfp,")
-    done = subprocess.run([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60)
-    assert "'torch'" in done.stdout
+    def loaded(modules: str) -> str:
+        script = f"import sys, {modules}; print([name for name in sys.modules if name in ('torch', 'megatron')])"
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        return subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60
+        ).stdout
+
+    assert loaded("rrfp, rrfp.cli, rrfp.megatron, rrfp.policy") == "[]\n"
+    assert loaded("rrfp.cli, torch") == "['torch']\n"  # control
 
 
-# ------------------------------------------------------------------------------------------------- options, when Megatron has parsed them
+# --------------------------------------------------------------------------------- options, when Megatron has parsed them
 REFUSED = {
-    "tensor parallelism": ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size above 1: .*use --pipeline-schedule 1f1b"),
+    "tensor parallelism": (
+        "--tensor-model-parallel-size 2",
+        "--tensor-model-parallel-size above 1: .*use --pipeline-schedule 1f1b",
+    ),
     "context parallelism": ("--context-parallel-size 2", "--context-parallel-size above 1: .*use --pipeline-schedule 1f1b"),
     "expert parallelism": (
-        "--num-experts 2 --expert-model-parallel-size 2", "--expert-model-parallel-size above 1: .*use --pipeline-schedule 1f1b"),
+        "--num-experts 2 --expert-model-parallel-size 2",
+        "--expert-model-parallel-size above 1: .*use --pipeline-schedule 1f1b",
+    ),
     "virtual stages": (
-        "--num-layers-per-virtual-pipeline-stage 1", "--num-layers-per-virtual-pipeline-stage: several chunks .*use --pipeline-schedule 1f1b"),
-    "hint": ("--rrfp-hint fastest", r"--rrfp-hint fastest: is neither a hint nor a file; use one of announced, .*1f1b, .*or a CSV file's path"),
+        "--num-layers-per-virtual-pipeline-stage 1",
+        "--num-layers-per-virtual-pipeline-stage: several chunks .*use --pipeline-schedule 1f1b",
+    ),
+    "hint": (
+        "--rrfp-hint fastest",
+        r"--rrfp-hint fastest: is neither a hint nor a file; use one of announced, .*1f1b, .*or a CSV file's path",
+    ),
     "hint of a split backward": ("--rrfp-hint zb-h1", "--rrfp-hint zb-h1: needs the backward split into I and W; .*1f1b"),
-    "limit": ("--rrfp-limit 0", "--rrfp-limit 0: must be one of 1f1b, eager, 2p-1, 2p, a number of at least 1, or paper:<number>"),
+    "limit": (
+        "--rrfp-limit 0",
+        "--rrfp-limit 0: must be one of 1f1b, eager, 2p-1, 2p, a number of at least 1, or paper:<number>",
+    ),
     "timeout": ("--rrfp-timeout 0", "--rrfp-timeout 0: a timeout is a number of seconds above 0"),
     "lanes": ("--rrfp-lanes 0", "--rrfp-lanes 0: must be at least 1; use 1 "),
     "scenario": ("--rrfp-emulate rain", "--rrfp-emulate rain: no scenario 'rain'; choose one of uniform, "),
-    "scenario's unit": ("--rrfp-emulate images:fast", r"--rrfp-emulate images:fast: write NAME\[:UNIT_MS\[:SEED\]\], like images:30:7"),
-    "two paddings": ("--rrfp-emulate images --rrfp-inject J1", "--rrfp-inject J1 with --rrfp-emulate images: .*give one of the two"),
+    "scenario's unit": (
+        "--rrfp-emulate images:fast",
+        r"--rrfp-emulate images:fast: write NAME\[:UNIT_MS\[:SEED\]\], like images:30:7",
+    ),
+    "two paddings": (
+        "--rrfp-emulate images --rrfp-inject J1",
+        "--rrfp-inject J1 with --rrfp-emulate images: .*give one of the two",
+    ),
 }
 
 
@@ -148,7 +183,9 @@ def test_refused_option(server, tmp_path, name):
     assert re.search(expected, refusal(run)), refusal(run)
 
 
-@pytest.mark.parametrize("options", ["--rrfp-inject J4", "--rrfp-mode lazy", "--rrfp-order none", "--pipeline-schedule gpipe", "--rrfp-lanes two"])
+@pytest.mark.parametrize(
+    "options", ["--rrfp-inject J4", "--rrfp-mode lazy", "--rrfp-order none", "--pipeline-schedule gpipe", "--rrfp-lanes two"]
+)
 def test_choices_are_refused_by_the_parser(server, tmp_path, options):
     run = server.run("rrfp", tmp_path, *options.split(), ranks=1, world=4, pipeline=4, codes=[2])
     flag, value = options.split()
@@ -195,9 +232,13 @@ def test_a_right_hint_file_runs(server, tmp_path):
 
 
 def test_a_list_above_the_limit_is_refused_in_strict_mode(server, tmp_path):
-    run = server.run("rrfp", tmp_path, *THREE, *"--rrfp-hint gpipe --rrfp-mode strict --rrfp-limit 2".split(), ranks=2, codes=[2, 2])
-    assert re.search("--rrfp-hint gpipe: its list holds 3 activations at stage 0, but --rrfp-limit 2 allows 2; use --rrfp-limit 3 or --rrfp-mode ready",
-                     refusal(run))
+    run = server.run(
+        "rrfp", tmp_path, *THREE, *"--rrfp-hint gpipe --rrfp-mode strict --rrfp-limit 2".split(), ranks=2, codes=[2, 2]
+    )
+    assert re.search(
+        "--rrfp-hint gpipe: its list holds 3 activations at stage 0, but --rrfp-limit 2 allows 2; use --rrfp-limit 3 or ",
+        refusal(run),
+    )
 
 
 # ------------------------------------------------------------------------------------------------- delegated, left alone
@@ -216,9 +257,17 @@ def parser(data):
     server.close()
 
 
-@pytest.mark.parametrize("way, options, ours", [
-    ("1f1b", "", False), ("1f1b", "--rrfp-limit eager", False), ("rrfp", "", True), ("1f1b", "--rrfp-trace DIR", True),
-    ("1f1b", "--rrfp-emulate images", True), ("1f1b", "--rrfp-inject J1", True)])
+@pytest.mark.parametrize(
+    "way, options, ours",
+    [
+        ("1f1b", "", False),
+        ("1f1b", "--rrfp-limit eager", False),
+        ("rrfp", "", True),
+        ("1f1b", "--rrfp-trace DIR", True),
+        ("1f1b", "--rrfp-emulate images", True),
+        ("1f1b", "--rrfp-inject J1", True),
+    ],
+)
 def test_megatrons_function_object_stays_unless_asked_otherwise(parser, tmp_path, way, options, ours):
     run = parser.run(way, tmp_path, *options.replace("DIR", str(tmp_path)).split(), ranks=1, world=4, pipeline=4)
     (said,) = [json.loads(line) for line in run.text.splitlines() if line.startswith("{")]
@@ -231,10 +280,16 @@ def test_megatrons_function_object_stays_unless_asked_otherwise(parser, tmp_path
 
 def test_install_twice_uninstall_before_and_after_the_groups(tmp_path):
     processes = [
-        subprocess.Popen([sys.executable, "-W", "ignore", str(HERE / "launcher_checks.py")], cwd=tmp_path, text=True,
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                         env=os.environ | one | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RRFP_REPORT_DIR": str(tmp_path)})
-        for one in job.environment(2)]
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(HERE / "launcher_checks.py")],
+            cwd=tmp_path,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=os.environ | one | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RRFP_REPORT_DIR": str(tmp_path)},
+        )
+        for one in job.environment(2)
+    ]
     try:
         outputs = [process.communicate(timeout=100)[0] for process in processes]
     finally:
@@ -261,7 +316,11 @@ def test_install_refuses_bad_options_by_name():
     from rrfp.errors import ConfigurationError
     from rrfp.megatron import install
 
-    for options, expected in [({"limit": 0}, "--rrfp-limit 0"), ({"timeout": -1.0}, "--rrfp-timeout -1"), ({"schedule": "zb"}, "--pipeline-schedule zb")]:
+    for options, expected in [
+        ({"limit": 0}, "--rrfp-limit 0"),
+        ({"timeout": -1.0}, "--rrfp-timeout -1"),
+        ({"schedule": "zb"}, "--pipeline-schedule zb"),
+    ]:
         with pytest.raises(ConfigurationError, match=expected):
             install(**options)
     with pytest.raises(TypeError, match="speed"):

@@ -32,15 +32,25 @@ engine_calls = 0
 def build(overrides, pre_process=True, post_process=True, vp_stage=None):
     """As the GPT of Megatron's determinism tests, in layers that need no Transformer Engine."""
     return GPTModel(
-        config=TransformerConfig(**gpt_base() | overrides), transformer_layer_spec=get_gpt_layer_local_spec(), vocab_size=VOCABULARY,
-        max_sequence_length=LENGTH, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage, position_embedding_type="rope")
+        config=TransformerConfig(**gpt_base() | overrides),
+        transformer_layer_spec=get_gpt_layer_local_spec(),
+        vocab_size=VOCABULARY,
+        max_sequence_length=LENGTH,
+        pre_process=pre_process,
+        post_process=post_process,
+        vp_stage=vp_stage,
+        position_embedding_type="rope",
+    )
 
 
 def inputs():
     import torch
 
-    return {"input_ids": torch.randint(0, VOCABULARY, (BATCH, LENGTH)), "position_ids": torch.arange(LENGTH).unsqueeze(0).repeat(BATCH, 1),
-            "attention_mask": torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)}
+    return {
+        "input_ids": torch.randint(0, VOCABULARY, (BATCH, LENGTH)),
+        "position_ids": torch.arange(LENGTH).unsqueeze(0).repeat(BATCH, 1),
+        "attention_mask": torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1),
+    }
 
 
 class Runner(BitExactRunner):
@@ -56,7 +66,9 @@ class Runner(BitExactRunner):
             rrfp.install(cpu=True, timeout=60.0, **self._options)
         assert (schedules.get_forward_backward_func() is OWN) == (self.runs == 1)
         loss, gradients = super()._pipeline_fwd_bwd(chunks, num_microbatches)
-        assert len(gradients) == len(list(chunks[0].parameters())) and all(gradient.abs().max() > 0 for gradient in gradients.values())
+        assert len(gradients) == len(list(chunks[0].parameters())) and all(
+            gradient.abs().max() > 0 for gradient in gradients.values()
+        )
         self.gradients = len(gradients)
         return loss, gradients
 
@@ -72,7 +84,9 @@ def main(dropout, order):
     Engine.run = counted
     options = {}
     if order == "reversed":
-        rows = [[f"{rank}F{m}" for m in range(RANKS)] + [f"{rank}B{m}" for m in reversed(range(RANKS))] for rank in range(RANKS)]
+        rows = [
+            [f"{rank}F{m}" for m in range(RANKS)] + [f"{rank}B{m}" for m in reversed(range(RANKS))] for rank in range(RANKS)
+        ]
         rrfp.register_hint("reversed", lambda context: rows)
         options = {"hint": "reversed", "order": "free", "mode": "strict", "limit": RANKS}
     runner = Runner(options)

@@ -1,7 +1,7 @@
-"""A pytest plugin for one of several bare processes that run Megatron's own tests: on the CPU, TP as 1, with our schedule installed.
+"""A pytest plugin for one of several bare processes that run Megatron's own tests: on the CPU, TP as 1, by our schedule.
 
-MEGATRON_SUITE names a file that gets, per test, how often our engine ran a call and how often Megatron's non-interleaved schedule did.
-`-p megatron_suite_plugin` loads it, before any test module is.
+MEGATRON_SUITE names a file that gets, per test, how often our engine ran a call and how often Megatron's non-interleaved
+schedule did. `-p megatron_suite_plugin` loads it, before any test module is.
 """
 
 import contextlib
@@ -41,7 +41,8 @@ def counted(function, name):
 
 
 Engine.run = counted(Engine.run, "engine")
-schedules.forward_backward_pipelining_without_interleaving = counted(schedules.forward_backward_pipelining_without_interleaving, "megatron")
+WITHOUT_INTERLEAVING = "forward_backward_pipelining_without_interleaving"
+setattr(schedules, WITHOUT_INTERLEAVING, counted(getattr(schedules, WITHOUT_INTERLEAVING), "megatron"))
 if os.environ["MEGATRON_SUITE_SCHEDULE"] == "rrfp":
     rrfp.megatron.install(cpu=True, timeout=60.0)
 
@@ -54,7 +55,9 @@ sys.modules["pytest_mock"].mocker = None
 @pytest.fixture
 def mocker():
     with contextlib.ExitStack() as patches:
-        yield types.SimpleNamespace(patch=lambda target, **options: patches.enter_context(unittest.mock.patch(target, **options)))
+        yield types.SimpleNamespace(
+            patch=lambda target, **options: patches.enter_context(unittest.mock.patch(target, **options))
+        )
 
 
 # Tensor parallelism of 2 becomes 1: half the processes.

@@ -35,10 +35,22 @@ DELEGATED = {
     "--cpu-offloading": {"cpu_offloading": True},
 }
 HARMLESS = [
-    {}, {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "expert_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None},
-    {"fp8": "e4m3", "fp8_recipe": "delayed", "tp_only_amax_red": True}, {"fp8": None, "fp8_recipe": "delayed"}, {"fp8": "e4m3", "fp8_recipe": "tensorwise"},
-    {"moe_router_load_balancing_type": "aux_loss"}, {"gtp_weight_remat_size": None}, {"cuda_graph_impl": "none"}, {"cuda_graph_impl": None},
-    {"defer_embedding_wgrad_compute": True}]
+    {},
+    {
+        "tensor_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+    },
+    {"fp8": "e4m3", "fp8_recipe": "delayed", "tp_only_amax_red": True},
+    {"fp8": None, "fp8_recipe": "delayed"},
+    {"fp8": "e4m3", "fp8_recipe": "tensorwise"},
+    {"moe_router_load_balancing_type": "aux_loss"},
+    {"gtp_weight_remat_size": None},
+    {"cuda_graph_impl": "none"},
+    {"cuda_graph_impl": None},
+    {"defer_embedding_wgrad_compute": True},
+]
 
 
 @pytest.mark.parametrize("option", REFUSED)
@@ -79,7 +91,10 @@ def test_the_installed_release_is_known():
 @pytest.mark.parametrize("version", ["0.16.1", "0.20.0", "1.0.0", "0.15.0rc4"])
 def test_an_unknown_release_is_refused(monkeypatch, version):
     monkeypatch.setattr(core, "__version__", version)
-    with pytest.raises(ConfigurationError, match=rf"megatron-core {re.escape(version)}: supported are 0\.17\.1 to 0\.19\.x; install one of those"):
+    with pytest.raises(
+        ConfigurationError,
+        match=rf"megatron-core {re.escape(version)}: supported are 0\.17\.1 to 0\.19\.x; install one of those",
+    ):
         check_megatron()
 
 
@@ -92,16 +107,24 @@ def test_a_known_release_is_taken(monkeypatch, version):
 def test_a_schedule_with_an_unknown_keyword_is_refused(monkeypatch):
     def forward_backward_pipelining_without_interleaving(*, model, tracing_level=0): ...
 
-    monkeypatch.setattr(schedules, "forward_backward_pipelining_without_interleaving", forward_backward_pipelining_without_interleaving)
-    with pytest.raises(ConfigurationError, match="its schedules take tracing_level, which this release of rrfp doesn't know; install"):
+    monkeypatch.setattr(
+        schedules, "forward_backward_pipelining_without_interleaving", forward_backward_pipelining_without_interleaving
+    )
+    with pytest.raises(
+        ConfigurationError, match="its schedules take tracing_level, which this release of rrfp doesn't know; install"
+    ):
         check_megatron()
 
 
 def test_the_keywords_are_those_of_the_installed_schedule():
     import inspect
 
-    assert set(inspect.signature(schedules.forward_backward_pipelining_without_interleaving).parameters) == compatibility._KEYWORDS
-    ours = forward_backward.make_forward_backward(Options(), original=schedules.forward_backward_pipelining_without_interleaving)
+    assert (
+        set(inspect.signature(schedules.forward_backward_pipelining_without_interleaving).parameters) == compatibility._KEYWORDS
+    )
+    ours = forward_backward.make_forward_backward(
+        Options(), original=schedules.forward_backward_pipelining_without_interleaving
+    )
     assert set(inspect.signature(ours.__wrapped__).parameters) == compatibility._KEYWORDS
     assert set(ours.__code__.co_varnames[: ours.__code__.co_kwonlyargcount]) == compatibility._KEYWORDS
 
@@ -124,7 +147,14 @@ def schedule(monkeypatch):
 
 def call(function, *, config=None, **keywords):
     model = SimpleNamespace(config=SimpleNamespace(**{"overlap_p2p_comm": False} | (config or {})))
-    given = {"forward_step_func": print, "data_iterator": None, "model": [model], "num_microbatches": 4, "seq_length": 8, "micro_batch_size": 2}
+    given = {
+        "forward_step_func": print,
+        "data_iterator": None,
+        "model": [model],
+        "num_microbatches": 4,
+        "seq_length": 8,
+        "micro_batch_size": 2,
+    }
     return function(**given | keywords), given | keywords
 
 
@@ -134,12 +164,16 @@ class MultiModuleProcessGroupCollection: ...
 class MultiModulePipelineCommunicator: ...
 
 
-@pytest.mark.parametrize("keywords, reason", [
-    ({"config": {"cuda_graph_impl": "local"}}, "--cuda-graph-impl: graphs are captured in one fixed order"),
-    ({"config": {"moe_paged_stash": True}}, "moe_paged_stash: "),
-    ({"adjust_tensor_shapes_fn": lambda receive, send: (receive, send)}, r"adjust_tensor_shapes_fn: .*\(distillation\)"),
-    ({"pg_collection": MultiModuleProcessGroupCollection()}, "multi-module process groups: "),
-    ({"p2p_communicator": MultiModulePipelineCommunicator()}, "multi-module process groups: ")])
+@pytest.mark.parametrize(
+    "keywords, reason",
+    [
+        ({"config": {"cuda_graph_impl": "local"}}, "--cuda-graph-impl: graphs are captured in one fixed order"),
+        ({"config": {"moe_paged_stash": True}}, "moe_paged_stash: "),
+        ({"adjust_tensor_shapes_fn": lambda receive, send: (receive, send)}, r"adjust_tensor_shapes_fn: .*\(distillation\)"),
+        ({"pg_collection": MultiModuleProcessGroupCollection()}, "multi-module process groups: "),
+        ({"p2p_communicator": MultiModulePipelineCommunicator()}, "multi-module process groups: "),
+    ],
+)
 def test_a_call_is_delegated_with_one_line_and_all_it_was_given(schedule, capsys, keywords, reason):
     for _ in range(3):
         result, given = call(schedule, **keywords, forward_only=True, collect_non_loss_data=True)

@@ -46,9 +46,23 @@ def test_refused_in_one_line(options, named, way_out):
     assert line.startswith(named) and way_out in line and "\n" not in line
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"schedule": "1f1b"}, {"hint": "bf", "mode": "strict", "limit": "eager"}, {"limit": 3}, {"limit": "paper:4"}, {"lanes": 4, "order": "free"},
-    {"timeout": 0.5}, {"timeout": None}, {"emulate": "images"}, {"emulate": "images:2.5:9"}, {"inject": "J0"}, {"trace": "somewhere"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"schedule": "1f1b"},
+        {"hint": "bf", "mode": "strict", "limit": "eager"},
+        {"limit": 3},
+        {"limit": "paper:4"},
+        {"lanes": 4, "order": "free"},
+        {"timeout": 0.5},
+        {"timeout": None},
+        {"emulate": "images"},
+        {"emulate": "images:2.5:9"},
+        {"inject": "J0"},
+        {"trace": "somewhere"},
+    ],
+)
 def test_accepted(options):
     """Control of the refusals."""
     made = Options(**options)
@@ -81,11 +95,24 @@ def test_defaults_are_those_of_install_but_for_the_schedule():
 
 def test_every_option_has_its_flag():
     flags = parse(
-        *"--pipeline-schedule rrfp --rrfp-hint bf --rrfp-mode strict --rrfp-limit 5 --rrfp-order free --rrfp-lanes 2 --rrfp-interface lo"
-        " --rrfp-timeout 7 --rrfp-trace DIR --rrfp-emulate links:3:4".split(), profile=True)
+        *"--pipeline-schedule rrfp --rrfp-hint bf --rrfp-mode strict --rrfp-limit 5 --rrfp-order free --rrfp-lanes 2"
+        " --rrfp-interface lo"
+        " --rrfp-timeout 7 --rrfp-trace DIR --rrfp-emulate links:3:4".split(),
+        profile=True,
+    )
     assert options_from(flags) == Options(
-        schedule="rrfp", hint="bf", mode="strict", limit="5", order="free", lanes=2, interface="lo", timeout=7.0, trace="DIR", emulate="links:3:4",
-        nvtx=True)
+        schedule="rrfp",
+        hint="bf",
+        mode="strict",
+        limit="5",
+        order="free",
+        lanes=2,
+        interface="lo",
+        timeout=7.0,
+        trace="DIR",
+        emulate="links:3:4",
+        nvtx=True,
+    )
     assert options_from(parse("--rrfp-inject", "J3")).inject == "J3"
     fields = {field.name for field in dataclasses.fields(Options) if field.init} - {"schedule", "nvtx"}
     assert {f"rrfp_{name}" for name in fields} == {name for name in vars(flags) if name.startswith("rrfp_")}
@@ -106,9 +133,17 @@ def test_flags_are_added_once():
 
 def test_help_formats():
     text = add_arguments(argparse.ArgumentParser()).format_help()
-    assert all(flag in text for flag in ("--pipeline-schedule {1f1b,rrfp}", "--rrfp-hint HINT", "--rrfp-timeout SECONDS", "--rrfp-inject {J0,J1,J2,J3}"))
+    assert all(
+        flag in text
+        for flag in (
+            "--pipeline-schedule {1f1b,rrfp}",
+            "--rrfp-hint HINT",
+            "--rrfp-timeout SECONDS",
+            "--rrfp-inject {J0,J1,J2,J3}",
+        )
+    )
 
 
 def test_neither_torch_nor_megatron_is_imported():
-    script = "import rrfp.megatron.options, rrfp.megatron.arguments, sys; sys.exit(any(n.split('.')[0] in ('torch', 'megatron') for n in sys.modules))"
+    script = "import sys, rrfp.megatron.options, rrfp.megatron.arguments; sys.exit(bool({'torch', 'megatron'} & {*sys.modules}))"
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0

@@ -67,7 +67,9 @@ def test_an_emulated_action_lasts_as_long_as_its_scenario_says(clock, name):
     assert emulation.overruns == 0 and emulation.actions == 2 * len(ACTIONS)
 
 
-@pytest.mark.parametrize("make", [lambda: Emulation("images-tokens:20:5", stages=STAGES), lambda: Injection("J2", seed=5)], ids=["emulate", "inject"])
+@pytest.mark.parametrize(
+    "make", [lambda: Emulation("images-tokens:20:5", stages=STAGES), lambda: Injection("J2", seed=5)], ids=["emulate", "inject"]
+)
 def test_draws_do_not_depend_on_the_order(clock, make, seed):
     """Injected delays scale with the stage's average, so here every action's own work is the same."""
     shuffled = random.Random(seed).sample(ACTIONS, len(ACTIONS))
@@ -81,8 +83,10 @@ def test_what_takes_longer_than_drawn_is_counted(clock):
     took = run(emulation, clock, 0, ACTIONS, work=0.015)
     assert {action.kind: round(seconds, 6) for action, seconds in took.items()} == {"F": 0.015, "B": 0.020}
     assert emulation.overruns == len(ACTIONS) // 2 and emulation.worst_overrun == pytest.approx(0.005)
-    assert emulation.summary() == ("emulated durations: scenario uniform, forward 10 ms on average; 24 of 48 actions took longer than drawn "
-                                   "(worst by 5.0 ms)")
+    assert emulation.summary() == (
+        "emulated durations: scenario uniform, forward 10 ms on average; 24 of 48 actions took longer than drawn "
+        "(worst by 5.0 ms)"
+    )
 
 
 def test_a_call_with_another_number_of_microbatches_draws_for_it(clock):
@@ -102,7 +106,9 @@ def test_scenario_text():
 @pytest.mark.parametrize("level", LEVELS)
 def test_jitter_is_the_papers(clock, level):
     """Probability p, base B and factor alpha as in the paper's table: a delay is alpha x max(B, e) x (.5 + U(0, 1))."""
-    probability, base, factor = {"J0": (0, 0, 0), "J1": (.1, .005, .5), "J2": (.2, .010, 1), "J3": (.3, .015, 1.5)}[level]
+    probability, base, factor = {"J0": (0, 0, 0), "J1": (0.1, 0.005, 0.5), "J2": (0.2, 0.010, 1), "J3": (0.3, 0.015, 1.5)}[
+        level
+    ]
     actions = [Action("F", 0, microbatch) for microbatch in range(4000)]
     for work in (0.001, 0.1):
         injection = Injection(level, seed=1)
@@ -134,4 +140,6 @@ def test_the_average_follows_the_work(clock):
 
 def test_seeds_differ(clock):
     assert run(Injection("J3", seed=1), clock, 0, ACTIONS) != pytest.approx(run(Injection("J3", seed=2), clock, 0, ACTIONS))
-    assert run(Emulation("links:20:1", stages=STAGES), clock, 0, ACTIONS) != pytest.approx(run(Emulation("links:20:2", stages=STAGES), clock, 0, ACTIONS))
+    assert run(Emulation("links:20:1", stages=STAGES), clock, 0, ACTIONS) != pytest.approx(
+        run(Emulation("links:20:2", stages=STAGES), clock, 0, ACTIONS)
+    )
