@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument("--rrfp-trace", default=None, metavar="DIR",
                        help="write what happened, one file per rank; `rrfp trace DIR` makes pictures and tables of it. Works with 1f1b too.")
     group.add_argument("--rrfp-emulate", default=None, metavar="SCENARIO",
-                       help="NAME[:UNIT_MS[:SEED]]: sleep every action up to a drawn duration, to study schedules on a small machine. Works with 1f1b too.")
+                       help="NAME[:UNIT_MS[:SEED]]: sleep every action up to a drawn duration, to study schedules on a small machine. Works "
+                       "with 1f1b too.")
     group.add_argument("--rrfp-inject", default=None, choices=["J0", "J1", "J2", "J3"],
                        help="the paper's jitter on top of real compute. Works with 1f1b too.")
     return parser

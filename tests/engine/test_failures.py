@@ -5,7 +5,7 @@ import time
 import pytest
 
 from rrfp.action import Action, Edge
-from rrfp.comm.transport import Departure, Failure
+from rrfp.comm.transport import Failure
 from rrfp.engine.failure import FailureLatch, describe
 from rrfp.engine.loop import Engine
 from rrfp.errors import PipelineError

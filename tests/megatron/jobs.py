@@ -152,7 +152,7 @@ def free_order(*, microbatches, iterations, lanes):
     runtimes.close_all()  # another number of lanes is another set of connections
     function = schedule(order="free", hint="alt", limit="2p", lanes=lanes)
     model, optimizer, state = model_for(dropout=0.0)
-    losses, reordered = {}, 0
+    losses = {}
     for name in ("own", "free"):
         state.restore()
         iterator, losses[name] = gpt.batches(0), []
@@ -177,7 +177,7 @@ def modes_in_turn(*, options):
         DELAYS.seed, DELAYS.longest = 5, 0.001
         results = []
         for number, (microbatches, length, forward_only) in enumerate(plan):
-            iterator = gpt.batches(10 * number, length=lambda index: length)
+            iterator = gpt.batches(10 * number, length=lambda index, length=length: length)
             gpt.SEQUENCE, before = length, gpt.SEQUENCE
             results.append(gpt.step(function, model, optimizer, iterator, microbatches, forward_only=forward_only))
             gpt.SEQUENCE = before
@@ -227,7 +227,6 @@ def contract():
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     rank, size = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_world_size()
-    last = rank == size - 1
     DELAYS.longest = 0.0
 
     def make():
@@ -436,7 +435,7 @@ def timers_and_sync():
         config = model.config
         synced = []
         config.timers, config.barrier_with_L1_time = Timers(2, "minmax"), True
-        config.grad_sync_func = lambda parameters: synced.append(len(list(parameters)))
+        config.grad_sync_func = lambda parameters, synced=synced: synced.append(len(list(parameters)))
         DELAYS.seed, DELAYS.longest = 9, 0.001
         results.append(gpt.train(function, model, optimizer, 4, steps=2) + [{"synced": synced}])
         config.timers = config.grad_sync_func = None
