@@ -60,6 +60,9 @@ def _microbatches(args: argparse.Namespace) -> set[int]:
     if getattr(args, "rampup_batch_size", None):
         start, increment = map(int, args.rampup_batch_size[:2])
         sizes |= set(range(start, args.global_batch_size, increment))
+    if getattr(args, "step_batch_size_schedule", None):
+        # "0:768 250B:1536": from so many samples (or tokens) on, so large a batch.
+        sizes = {int(step.rpartition(":")[2]) for step in args.step_batch_size_schedule.split()}
     batches = {(size, args.micro_batch_size) for size in sizes}
     batches.add((getattr(args, "eval_global_batch_size", None) or args.global_batch_size,
                  getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size))

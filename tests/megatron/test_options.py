@@ -147,3 +147,15 @@ def test_help_formats():
 def test_neither_torch_nor_megatron_is_imported():
     script = "import sys, rrfp.megatron.options, rrfp.megatron.arguments; sys.exit(bool({'torch', 'megatron'} & {*sys.modules}))"
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(("given", "expected"), [
+    ({"global_batch_size": 32}, {8}),
+    ({"global_batch_size": 32, "eval_global_batch_size": 8, "eval_micro_batch_size": 4}, {8, 1}),
+    ({"global_batch_size": 32, "rampup_batch_size": ["16", "8", "1000"]}, {4, 6, 8}),
+    ({"global_batch_size": 4, "step_batch_size_schedule": "0:8 250B:16"}, {2, 4, 1}),
+])
+def test_start_up_knows_every_number_of_microbatches(given, expected):
+    from rrfp.megatron import _microbatches
+
+    assert _microbatches(argparse.Namespace(micro_batch_size=2, data_parallel_size=2, **given)) == expected
