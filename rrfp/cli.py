@@ -1,25 +1,28 @@
-"""The command line: `rrfp doctor`, `rrfp trace DIR`, and `python -m rrfp [--cpu] SCRIPT ...` under torchrun."""
+"""The command line: `rrfp doctor`, `rrfp trace DIR`, `rrfp simulate POLICY`, and `python -m rrfp [--cpu] SCRIPT ...` under torchrun."""
 
+import importlib
+import os
 import sys
 from collections.abc import Sequence
 
+from rrfp import __version__
 from rrfp.errors import RRFPError
 
-COMMANDS = ("doctor", "trace")
+COMMANDS = {"doctor": "rrfp.doctor", "trace": "rrfp.trace.command", "simulate": "rrfp.simulate.__main__"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, or 2 for a refusal of one line."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if arguments and arguments[0] == "doctor":
-            from rrfp.doctor import main as doctor
-
-            return doctor(arguments[1:])
-        if arguments and arguments[0] == "trace":
-            from rrfp.trace.command import main as trace
-
-            return trace(arguments[1:]) or 0
+        if arguments and arguments[0] == "--version":
+            print(f"rrfp {__version__}")
+            return 0
+        if arguments and arguments[0] in COMMANDS:
+            # As `python -m` does: a Megatron-LM checkout in the working directory comes before an installed wheel.
+            if os.getcwd() not in sys.path and "" not in sys.path:
+                sys.path.insert(0, os.getcwd())
+            return importlib.import_module(COMMANDS[arguments[0]]).main(arguments[1:]) or 0
     except RRFPError as error:
         print(f"rrfp: {error}", file=sys.stderr)
         return 2

@@ -90,12 +90,13 @@ class Policy:
         if self.lanes < 1:
             raise ConfigurationError(f"--rrfp-lanes {self.lanes}: must be at least 1; use 1 for one FIFO per edge")
         if not (self.hint in RULES or self.hint in lists.LISTS or self.hint in _registered or Path(self.hint).is_file()):
-            names = ", ".join((*RULES, *lists.LISTS, *_registered))
+            names = ", ".join(name for name in (*RULES, *lists.LISTS, *_registered) if self.split or name not in SPLIT_ONLY)
             raise ConfigurationError(
                 f"--rrfp-hint {self.hint}: is neither a hint nor a file; use one of {names}, or a CSV file's path")
         if self.hint in SPLIT_ONLY and not self.split:
             raise ConfigurationError(
-                f"--rrfp-hint {self.hint}: needs the backward split into I and W; split it, or use fill-alt or 1f1b")
+                f"--rrfp-hint {self.hint}: needs a backward split into I and W, which training has no flag for yet (simulate it: "
+                f"`rrfp simulate {self.hint}:2p-1:split`); use fill-alt or 1f1b")
         if self.max_pending_w is not None and (not self.split or self.max_pending_w < 1):
             raise ConfigurationError(
                 f"max_pending_w {self.max_pending_w}: must be at least 1, with a split backward; use None for no bound")

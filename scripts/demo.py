@@ -13,11 +13,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
+from rrfp.errors import ConfigurationError
+from rrfp.megatron.padding import parse_scenario
 from rrfp.trace.breakdown import CAUSES, summarise
 from rrfp.trace.chrome import write_chrome
-from rrfp.trace.files import read
+from rrfp.trace.files import Timeline, read
 from rrfp.trace.picture import draw
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,7 +83,8 @@ def train(name: str, flags: list[str], options, folder: Path) -> list[tuple[str,
             timer.cancel()
     print(f"{name:<22} done in {time.monotonic() - start:.0f} s{' ' * 40}", flush=True)
     if process.returncode != 0 or len(results) != options.iterations:
-        tail = "".join(log.read_text().splitlines(keepends=True)[-15:])
+        lines = log.read_text().splitlines(keepends=True)
+        tail = "".join([line for line in lines if line.startswith(("rrfp:", "[rrfp]"))] or lines[-15:])
         sys.exit(f"{tail}\n[rrfp] the training failed (exit status {process.returncode}); its whole output is in {log}")
     return results
 
@@ -98,6 +102,7 @@ def row(name: str, losses, reference, timeline, baseline: float | None) -> tuple
         seconds.append(max(c.end for c in call) - min(c.begin for c in call))
     median = statistics.median(seconds)
     summary = summarise(timeline.breakdowns())
+    late, actions = _overran(timeline)
     parts = summary.mean.parts()
     total = sum(parts.values())
     blocked = sum(parts.get(cause, 0) for cause in CAUSES)
@@ -113,6 +118,7 @@ def row(name: str, losses, reference, timeline, baseline: float | None) -> tuple
         f"{100 * parts['compute'] / total:.0f}%",
         f"{100 * blocked / total:.0f}%",
         f"{100 * parts['runtime'] / total:.1f}%",
+        f"{100 * late / actions:.1f}%",
     ], median
 
 
@@ -126,6 +132,10 @@ def main() -> None:
         "--scenario", default="lengths:20:1", help="emulated durations: NAME[:UNIT_MS[:SEED]], see docs/emulation.md"
     )
     options = parser.parse_args()
+    try:
+        parse_scenario(options.scenario)
+    except ConfigurationError as error:
+        parser.error(str(error).replace("--rrfp-emulate", "--scenario"))
     print(
         f"training a GPT on real text over {options.stages} stages on this CPU, {options.microbatches} microbatches an iteration; durations are "
         f"EMULATED (scenario {options.scenario}): every action sleeps up to its drawn duration, the same draws in every run",
@@ -142,32 +152,37 @@ def main() -> None:
         rows.append(cells)
         timelines.append((name, timeline))
         write_chrome(timeline, folder / "trace.json")
-    head = ["schedule", "losses", "iteration", "speed-up", "peak in flight", "computing", "blocked", "runtime"]
+    head = ["schedule", "losses", "iteration", "speed-up", "peak in flight", "computing", "blocked", "runtime", "overran"]
     widths = [max(len(cells[column]) for cells in [head, *rows]) for column in range(len(head))]
     print()
     for cells in [head, *rows]:
         print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip())
     print(
-        f"\nlosses: loss and gradient norm of all {options.iterations} iterations, digit for digit. Times: median of iterations 2 to "
-        f"{options.iterations}, emulated durations. Peak in flight: activations held per stage."
+        f"\nlosses: loss and gradient norm of all {options.iterations} iterations, digit for digit. iteration: the schedule's own time, median of "
+        f"iterations 2 to {options.iterations}. peak in flight: activations held per stage. overran: actions whose real compute took longer than "
+        "drawn.\n"
+        "The control does 1F1B's work in 1F1B's order: what differs between those two rows is transport and noise; read the others against it."
     )
-    for line in sorted({line for name in RUNS for line in _overruns(options.out, name)}):
-        print(line)
+    late, actions = (sum(counts) for counts in zip(*(_overran(timeline) for _, timeline in timelines)))
+    if late > 0.02 * actions:
+        print(f"THIS MACHINE WAS BUSY: {100 * late / actions:.0f}% of the actions overran, so these times don't compare schedules. Run it again.")
     try:
-        draw(timelines, options.out / "timeline.png")
-        print(f"timeline: {options.out / 'timeline.png'}")
-    except Exception as error:
-        print(f"no picture: {error}")
-    print(f"traces:   {options.out}/*/trace.json (open at https://ui.perfetto.dev)")
+        # The same draws in every run: the iteration that other work on the machine disturbed least.
+        quietest = min(timelines[0][1].calls[1:], key=lambda call: sum(_overran(timeline, [call])[0] for _, timeline in timelines))
+        draw(timelines, options.out / "timeline.png", call=quietest)
+        print(f"timeline: {options.out / 'timeline.png'} (iteration {quietest + 1})")
+    except ConfigurationError as error:
+        print(error)
+    print(f"traces:   {options.out}/*/trace.json (open at https://ui.perfetto.dev); tables: rrfp trace {options.out}/rrfp")
     if any(cells[1] == "DIFFERENT" for cells in rows):
         sys.exit("[rrfp] losses differ: please report this with the logs")
 
 
-def _overruns(out: Path, name: str) -> list[str]:
-    log = out / re.sub(r"\W+", "-", name.lower()).strip("-") / "log.txt"
-    counts = [tuple(map(int, found)) for found in re.findall(r"(\d+) of (\d+) actions took longer", log.read_text())]
-    late, total = (sum(column) for column in zip(*counts)) if counts else (0, 0)
-    return [f"overruns: {name}: {late} of {total} actions took longer than drawn"]
+def _overran(timeline: Timeline, calls: Iterable[int] | None = None) -> tuple[int, int]:
+    """How many actions took longer than drawn, and how many there were, after the first iteration."""
+    chosen = timeline.calls[1:] if calls is None else calls
+    ran = [action for call in chosen for rank in timeline.of_call(call).values() for action in rank.actions]
+    return sum(action.padded == 0 for action in ran), len(ran)
 
 
 if __name__ == "__main__":

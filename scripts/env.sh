@@ -63,7 +63,8 @@ rrfp_setup() {
     log=$venv/rrfp-install.log
     : >"$log"
     rrfp_say "installing ${RRFP_PACKAGES[*]} and this package into .venv (once; about 3 GB to download, a minute or more)"
-    rrfp_install "$log" "${RRFP_PACKAGES[@]}" -e "$RRFP_ROOT[test,plot,megatron]" || return 1
+    # compat: a .pth entry, so that `import rrfp` works from the folder above a checkout named rrfp, too
+    rrfp_install "$log" "${RRFP_PACKAGES[@]}" --config-settings editable_mode=compat -e "$RRFP_ROOT[test,plot,megatron]" || return 1
     echo "$stamp" >"$venv/rrfp-stamp"
     rrfp_say "ready"
 }

@@ -1,6 +1,7 @@
 """The Megatron room: the only one, with `rrfp.multimodal`, that imports megatron. Importing it does not; `install` does."""
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Callable
 
@@ -28,6 +29,9 @@ def install(*, cpu: bool = False, **options) -> None:
         ConfigurationError: an option is refused, megatron-core is missing or of an unknown release, or there is no GPU and `cpu` is
             not given.
     """
+    known = {field.name for field in dataclasses.fields(Options) if field.init}
+    if unknown := sorted(set(options) - known):
+        raise ConfigurationError(f"rrfp.install({', '.join(unknown)}=...): no such option; there are {', '.join(sorted(known))} and cpu")
     _install(Options(**options), cpu=cpu)
 
 
@@ -114,7 +118,7 @@ def _check_device(cpu_enabled: bool) -> None:
     if not cpu_enabled and not torch.cuda.is_available():
         raise ConfigurationError(
             "this machine has no usable GPU (torch.cuda.is_available() is False): run `python -m rrfp --cpu SCRIPT ...`, or "
-            "rrfp.install(cpu=True), to train on the CPU")
+            "rrfp.install(cpu=True), to train on the CPU" + (" (--cpu goes before the script)" if "--cpu" in sys.argv[1:] else ""))
 
 
 def _replace(owner, name: str, value) -> None:

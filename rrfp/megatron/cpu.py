@@ -9,6 +9,8 @@ It is a feature of its own: nothing here runs unless `enable()` is called, and i
 """
 
 import functools
+import importlib.machinery
+import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -85,11 +87,31 @@ def _quiet():
 
 
 def _no_compilation_of_helpers():
-    """The wheel carries the dataset helpers compiled but no Makefile, and compile_helpers() ends the process when make fails."""
+    """The wheel carries the dataset helpers compiled but no Makefile, and compile_helpers() ends the process when make fails.
+
+    A source tree carries neither; an installed wheel's helpers serve it as well (a make of its own would need pybind11 and a
+    python3-config of this very interpreter, which a virtual environment has not).
+    """
     from megatron.core.datasets import utils
 
-    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
-        utils.compile_helpers = lambda: None
+    name = "megatron.core.datasets.helpers_cpp"
+    if importlib.util.find_spec(name) is None:
+        if (compiled := _helpers_of_the_wheel()) is None:
+            return
+        specification = importlib.util.spec_from_file_location(name, compiled)
+        sys.modules[name] = importlib.util.module_from_spec(specification)
+        specification.loader.exec_module(sys.modules[name])
+    utils.compile_helpers = lambda: None
+
+
+def _helpers_of_the_wheel():
+    """The compiled helpers of an installed megatron-core, or None."""
+    try:
+        files = importlib.metadata.files("megatron-core") or ()
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
+    return next((file.locate() for file in files if file.match(f"megatron/core/datasets/helpers_cpp{suffix}")), None)
 
 
 def _norm_under_sequence_parallelism():

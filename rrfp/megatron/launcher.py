@@ -3,6 +3,7 @@
 import functools
 import os
 import runpy
+import socket
 import sys
 
 from rrfp.errors import ConfigurationError
@@ -10,7 +11,7 @@ from rrfp.megatron import add_arguments, install_from_args
 
 USAGE = """\
 usage: torchrun --nproc-per-node N -m rrfp [--cpu] SCRIPT [SCRIPT'S ARGUMENTS] [--pipeline-schedule rrfp ...]
-       rrfp doctor | rrfp trace DIR
+       rrfp doctor | rrfp trace DIR | rrfp simulate POLICY ... | rrfp --version
 
 Runs a Megatron-LM training script (pretrain_gpt.py, ...) with the flags of RRFP added to its own.
   --cpu   train on the CPU (gloo); for trying things out where there is no GPU"""
@@ -33,9 +34,10 @@ def launch(argv: list[str]) -> int:
     script = argv[0]
     if not os.path.isfile(script):
         return _refuse(f"{script}: no such script; give the path of a training script such as pretrain_gpt.py")
+    _one_process_without_torchrun()
     try:
-        _prepare(script, cpu=cpu)
         sys.argv = argv
+        _prepare(script, cpu=cpu)
         runpy.run_path(script, run_name="__main__")
     except ConfigurationError as error:
         return _refuse(str(error))
@@ -47,6 +49,19 @@ def launch(argv: list[str]) -> int:
             tell_all(stop)
         raise
     return 0
+
+
+def _one_process_without_torchrun() -> None:
+    """Started by hand, this is a job of one process: what torchrun would set for it."""
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        return
+    print("[rrfp] RANK is not set: running as one process; start several with torchrun --nproc-per-node N -m rrfp ...", file=sys.stderr)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in single.items():
+        os.environ.setdefault(name, value)
 
 
 def _prepare(script: str, *, cpu: bool) -> None:

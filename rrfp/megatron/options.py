@@ -1,10 +1,12 @@
 """What a user chose, checked once, and carried to everything in this room. Imports neither torch nor megatron."""
 
+import importlib
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rrfp.errors import ConfigurationError
 from rrfp.megatron.padding import LEVELS, parse_scenario
-from rrfp.policy import Policy
+from rrfp.policy import Policy, register_hint
 
 SCHEDULES = ("1f1b", "rrfp")
 
@@ -53,6 +55,7 @@ class Options:
             raise ConfigurationError(
                 f"--rrfp-inject {self.inject} with --rrfp-emulate {self.emulate}: injected jitter comes on top of real compute, which "
                 "emulated durations hide; give one of the two")
+        _register(self.hint)
         policy = Policy(hint=self.hint, mode=self.mode, limit=str(self.limit), order=self.order, lanes=self.lanes)
         object.__setattr__(self, "policy", policy)
 
@@ -60,3 +63,15 @@ class Options:
     def instruments(self) -> bool:
         """Whether Megatron's own schedule has to be wrapped too."""
         return self.trace is not None or self.emulate is not None or self.inject is not None
+
+
+def _register(hint: str) -> None:
+    """`module:function` names a hint function where it can be imported: registered under that name (`rrfp.register_hint`)."""
+    module, colon, name = hint.partition(":")
+    if not colon or Path(hint).is_file():
+        return
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigurationError(f"--rrfp-hint {hint}: can't be imported ({error}); write module:function, importable from the script's folder") from None
+    register_hint(hint, function)

@@ -29,7 +29,15 @@ def parse_policy(text: str) -> Policy:
 def parse_seeds(text: str) -> range:
     """`15-44` or `15`."""
     low, _, high = text.partition("-")
+    if not (low.isdecimal() and (high or low).isdecimal() and int(low) <= int(high or low)):
+        raise argparse.ArgumentTypeError(f"{text!r}: write a seed like 15, or a range like 15-44")
     return range(int(low), int(high or low) + 1)
+
+
+def at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
+    return int(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,10 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("policies", nargs="+", metavar="POLICY",
                         help="HINT:LIMIT[:strict][:split][:free|:megatron], like fill-r:2p-1:split")
     parser.add_argument("--against", default="1f1b:1f1b:strict", metavar="POLICY", help="the baseline (default %(default)s)")
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--chunks", type=int, default=1, help="stages per rank, interleaved as Megatron does")
-    parser.add_argument("--microbatches", type=int, default=32)
-    parser.add_argument("--lanes", type=int, default=1)
+    parser.add_argument("--ranks", type=at_least_one, default=8)
+    parser.add_argument("--chunks", type=at_least_one, default=1, help="stages per rank, interleaved as Megatron does")
+    parser.add_argument("--microbatches", type=at_least_one, default=32)
+    parser.add_argument("--lanes", type=at_least_one, default=1)
     parser.add_argument("--seeds", type=parse_seeds, default=range(15, 20), metavar="A-B", help="default 15-19")
     parser.add_argument("--announce-delay", type=float, default=0.0, help="in units of F")
     parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=SCENARIOS, metavar="NAME")

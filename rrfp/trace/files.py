@@ -131,6 +131,8 @@ def read(directory: Path, *, calls: Iterable[int] | None = None) -> Timeline:
         ConfigurationError: no trace there, a file that is not one, or two files that claim the same stage.
     """
     directory = Path(directory)
+    if not any(directory.glob("rank*.jsonl")) and any(directory.glob("trace/rank*.jsonl")):
+        directory /= "trace"  # a run's folder as the demo lays it out
     matches = {path: re.fullmatch(r"rank(\d+)\.jsonl", path.name) for path in directory.glob("rank*.jsonl")}
     named = {int(match[1]): path for path, match in matches.items() if match}
     if not named:

@@ -158,7 +158,7 @@ def _margin(timeline: Timeline, calls: dict[int, Call], span: float) -> dict[int
     for rank, call in calls.items():
         split = _split(rank, call)
         for stage in timeline.ranks[rank].stages:
-            texts[stage] = f"{split.compute / 1e7 / span:3.0f}% busy · peak {split.peak_in_flight.get(stage, 0)}"
+            texts[stage] = f"{split.compute / 1e7 / span:3.0f}% computing · peak {split.peak_in_flight.get(stage, 0)}"
     return texts
 
 
@@ -169,7 +169,7 @@ def _title(axes, title, number, timeline, calls, span, first, scale, unit) -> No
     if first is not None:
         change = 100 * (span / first - 1)
         text += f" ({change:+.1f}%)".replace("-", "\N{MINUS SIGN}")
-    text += f"   {whole.compute * percent:.0f}% busy"
+    text += f"   {whole.compute * percent:.0f}% computing"
     if whole.emulated:
         text += f" ({whole.emulated * percent:.0f}% emulated)"
     text += f"   call {number}"

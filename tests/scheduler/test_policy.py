@@ -54,8 +54,8 @@ def test_no_limit_exceeds_what_can_ever_be_in_flight():
     ({"limit": "paper:"}, "--rrfp-limit paper:: must be"),
     ({"limit": "-3"}, "--rrfp-limit -3: must be"),
     ({"lanes": 0}, "--rrfp-lanes 0: must be at least 1"),
-    ({"hint": "bfw"}, "--rrfp-hint bfw: needs the backward split into I and W"),
-    ({"hint": "zb-h1"}, "--rrfp-hint zb-h1: needs the backward split"),
+    ({"hint": "bfw"}, "--rrfp-hint bfw: needs a backward split into I and W"),
+    ({"hint": "zb-h1"}, "--rrfp-hint zb-h1: needs a backward split"),
     ({"split": True, "max_pending_w": 0}, "max_pending_w 0: must be at least 1"),
     ({"max_pending_w": 2}, "max_pending_w 2: .* with a split backward"),
 ])

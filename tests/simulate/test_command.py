@@ -28,4 +28,4 @@ def test_the_table(capsys):
 
 def test_what_cannot_be_is_one_line(capsys):
     assert main(["bfw", "--seeds", "1"]) == 2
-    assert capsys.readouterr().err.startswith("error: --rrfp-hint bfw: needs the backward split")
+    assert capsys.readouterr().err.startswith("error: --rrfp-hint bfw: needs a backward split")
