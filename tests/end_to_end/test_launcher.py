@@ -157,7 +157,7 @@ REFUSED = {
         "--rrfp-hint fastest",
         r"--rrfp-hint fastest: is neither a hint nor a file; use one of announced, .*1f1b, .*or a CSV file's path",
     ),
-    "hint of a split backward": ("--rrfp-hint zb-h1", "--rrfp-hint zb-h1: needs a backward split into I and W; .*1f1b"),
+    "hint of a split backward": ("--rrfp-hint zb-h1", "--rrfp-hint zb-h1: needs a backward split into I and W, .*1f1b"),
     "limit": (
         "--rrfp-limit 0",
         "--rrfp-limit 0: must be one of 1f1b, eager, 2p-1, 2p, a number of at least 1, or paper:<number>",
