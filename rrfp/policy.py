@@ -6,7 +6,7 @@ A `Policy` makes one `Scheduler` per rank and call. Everything it refuses is a `
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from rrfp.errors import ConfigurationError
@@ -97,6 +97,9 @@ class Policy:
             raise ConfigurationError(
                 f"--rrfp-hint {self.hint}: needs a backward split into I and W, which training has no flag for yet (simulate it: "
                 f"`rrfp simulate {self.hint}:2p-1:split`); use fill-alt or 1f1b")
+        if self._is_file:
+            object.__setattr__(self, "hint", str(Path(self.hint).resolve()))  # whatever directory the run changes to
+            _read(self.hint)
         if self.max_pending_w is not None and (not self.split or self.max_pending_w < 1):
             raise ConfigurationError(
                 f"max_pending_w {self.max_pending_w}: must be at least 1, with a split backward; use None for no bound")
@@ -149,7 +152,7 @@ class Policy:
         """
         if self.adapts:
             return self._checked(self._called(placement, microbatches, measured or {}), placement, microbatches)
-        return _strict_rows(self, placement, microbatches, self._stamp)
+        return _strict_rows(self, placement, microbatches)
 
     def _checked(self, rows: Sequence[hints.Row], placement: Placement, microbatches: int) -> list[hints.Row]:
         """Refuses rows that strict mode cannot obey under this policy."""
@@ -179,7 +182,7 @@ class Policy:
         """The rows of the hint's list; None if it is a rule without one."""
         if self.adapts:
             return self._called(placement, microbatches, measured)
-        return _ready_rows(self, placement, microbatches, self._stamp)
+        return _ready_rows(self, placement, microbatches)
 
     def _called(self, placement: Placement, microbatches: int, measured: Mapping[tuple[str, int], float]) -> list[hints.Row]:
         """What the registered function gives for this call, validated."""
@@ -194,11 +197,6 @@ class Policy:
                     " return rows of tokens like 2F0") from error
         check_rows(rows, _pipeline(placement, microbatches, self.split), source=f"--rrfp-hint {self.hint}")
         return rows
-
-    @property
-    def _stamp(self) -> int:
-        """Changes when a hint file does."""
-        return Path(self.hint).stat().st_mtime_ns if self._is_file else 0
 
     @property
     def _is_file(self) -> bool:
@@ -327,20 +325,26 @@ def _pipeline(placement: Placement, microbatches: int, split: bool) -> list[Depe
     return [chain(placement, rank, microbatches, split=split) for rank in range(placement.ranks)]
 
 
+@cache
+def _read(path: str) -> list[hints.Row]:
+    """A hint file is read once in a process, when the policy is made: what all ranks agreed on cannot change under a run."""
+    return lists.read(path)
+
+
 @lru_cache(maxsize=8)
-def _ready_rows(policy: Policy, placement: Placement, microbatches: int, _stamp: int) -> Sequence[hints.Row] | None:
+def _ready_rows(policy: Policy, placement: Placement, microbatches: int) -> Sequence[hints.Row] | None:
     if policy.hint in lists.LISTS or policy.hint == "announced":
         return _built_in(policy, placement, microbatches)
     if policy.hint in RULES:
         return None
-    rows = lists.read(policy.hint)
+    rows = _read(policy.hint)
     check_rows(rows, _pipeline(placement, microbatches, policy.split), source=f"--rrfp-hint {policy.hint}")
     return rows
 
 
 @lru_cache(maxsize=8)
-def _strict_rows(policy: Policy, placement: Placement, microbatches: int, stamp: int) -> list[hints.Row]:
-    rows = _ready_rows(policy, placement, microbatches, stamp)
+def _strict_rows(policy: Policy, placement: Placement, microbatches: int) -> list[hints.Row]:
+    rows = _ready_rows(policy, placement, microbatches)
     if rows is None:
         rows = _rule_rows(replace(policy, mode="ready"), placement, microbatches)
     return policy._checked(rows, placement, microbatches)
@@ -380,7 +384,7 @@ def _built_in(policy: Policy, placement: Placement, microbatches: int) -> list[h
 @lru_cache(maxsize=8)
 def _fits(policy: Policy, placement: Placement, microbatches: int) -> bool:
     """Whether the hint's list runs within the limits of every rank."""
-    rows = _ready_rows(policy, placement, microbatches, policy._stamp)
+    rows = _ready_rows(policy, placement, microbatches)
     needs = replay(rows, _pipeline(placement, microbatches, policy.split)).peak
     limits = policy.limits(placement, microbatches)
     return not is_paper(policy.limit) and all(need <= limit for need, limit in zip(needs, limits, strict=True))

@@ -200,8 +200,10 @@ def decode_duration(body) -> float:
 
 def encode_failure(failure: Failure) -> bytes:
     """JSON; a long traceback loses its beginning, the last lines are the telling ones."""
-    short = failure._replace(text=failure.text[:MAX_TEXT], traceback=failure.traceback[-MAX_TEXT:])
-    return json.dumps(short._asdict()).encode()
+    text, traceback = (part.encode(errors="backslashreplace") for part in (failure.text, failure.traceback))
+    # Cut in bytes: a character may take several.
+    short = failure._replace(text=text[:MAX_TEXT].decode(errors="ignore"), traceback=traceback[-MAX_TEXT:].decode(errors="ignore"))
+    return json.dumps(short._asdict(), ensure_ascii=False).encode()
 
 
 def decode_failure(body) -> Failure:

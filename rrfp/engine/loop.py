@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from rrfp.action import Action, Edge
-from rrfp.comm.transport import Announcement, Arrival, Departure, Failure, Transport
+from rrfp.comm.transport import Announcement, Arrival, Departure, Failure, Left, Transport
 from rrfp.engine.executor import Executor, Outputs
 from rrfp.engine.failure import FailureLatch
 from rrfp.errors import PipelineError
@@ -22,7 +22,7 @@ from rrfp.scheduler.arbiter import WAIT, Decision, Scheduler
 from rrfp.tp_coord.agreement import Agreement
 
 FIRST_CALL = 3
-"""The first call has so many times the patience: compiling or a first allocation is no hang."""
+"""The first call of its kind has so many times the patience: compiling or a first allocation is no hang."""
 LOOK = 1.0
 """Seconds after which a flush looks for news of its receivers."""
 
@@ -86,7 +86,8 @@ class Engine:
         self._clock = clock
         self._inbox: SimpleQueue = SimpleQueue()
         self._departed: set[int] = set()
-        self._first_call = True
+        self._seen: set[bool] = set()
+        """Whether a training call, and a call of forwards only, has ended yet."""
 
     def post(self, event) -> None:
         """Hand the loop an event. From any thread; never blocks."""
@@ -134,7 +135,8 @@ class Engine:
         self._completions: dict[Action, Completion] = {}
         self._agreed: Action | None = None
         self._waits: list[tuple[str | None, float]] = []
-        self.patience = self.timeout * (FIRST_CALL if self._first_call else 1)
+        self._forward_only = forward_only
+        self.patience = self.timeout * (1 if forward_only in self._seen else FIRST_CALL)
         now = self.last_progress = self._last_end = self._clock()
         self.in_call = True
         self.recorder.begin_call(self.call, microbatches=microbatches, forward_only=forward_only, now=now)
@@ -158,6 +160,8 @@ class Engine:
                 if self._agreed is None:
                     self._agreed = self._agreement.decide(decision.action)
                 if self._agreed is not None and self._may_launch(self._agreed, decision):
+                    if self._backed_up(self._agreed):
+                        return self._until(WAIT, "send")
                     action, self._agreed = self._agreed, None
                     self._launch(action)
                     continue
@@ -170,7 +174,8 @@ class Engine:
         now = self._clock()
         if now > start:
             self.recorder.waited("send", start, now)
-        self.in_call = self._first_call = False
+        self.in_call = False
+        self._seen.add(self._forward_only)
         self.recorder.end_call(now)
 
     # ------------------------------------------------------------------ arrivals and completions
@@ -201,6 +206,8 @@ class Engine:
         elif kind is Announcement:
             if event.call == self.call:
                 self.scheduler.announced(event.edge, event.microbatch, event.time, event.duration)
+        elif kind is Left:
+            self.last_progress = self._clock()
         elif kind is Departure:
             self._departed.add(event.rank)
         elif kind is Failure:
@@ -252,7 +259,11 @@ class Engine:
         self._executor.launch(task, inputs, lambda outputs: inbox.put(Completion(action, outputs, clock())))
 
     # ------------------------------------------------------------------ waiting
-    def _until(self, decision: Decision) -> float:
+    def _backed_up(self, action: Action) -> bool:
+        """Without backwards no activation limit bounds what waits to leave: evaluation waits where its receiver does not keep up."""
+        return self._forward_only and any(self.transport.backed_up(edge) for edge in self.scheduler.task(action).sends)
+
+    def _until(self, decision: Decision, reason: str | None = None) -> float:
         """Nothing can be launched now. When to look again; raises PipelineError when that has been so for too long."""
         now = self._clock()
         if self._departed:
@@ -260,7 +271,10 @@ class Engine:
         if now - self.last_progress >= self.patience:
             raise PipelineError(self.hang_report())
         if not self._launched:
-            reason = "agreement" if decision.action is not None else None if decision.wake_at is None else "announced"
+            if decision.action is not None:
+                reason = "agreement"
+            elif decision.wake_at is not None:
+                reason = "announced"
             if not self._waits or self._waits[-1][0] != reason:
                 self._waits.append((reason, now))
         until = self.last_progress + self.patience

@@ -122,7 +122,10 @@ class Watcher:
                  f"{me} in call {engine.call}: running {engine.running or 'nothing'}, last action {engine.last_action}"]
         lines += [self._details] if self._details else []
         stamp = f"{time.strftime('%Y-%m-%d %H:%M:%S')}, {socket.gethostname()}, process {os.getpid()}"
-        path = self._report("\n".join([stamp, *lines]))
+        try:
+            path = self._report("\n".join([stamp, *lines]))
+        except Exception as error:  # whatever went wrong with the file, what follows must still be said
+            path, lines = None, [*lines, f"{me}: no report was written: {error!r}"]
         engine.recorder.flush()  # the process may end without another chance to write what the failed call did
         if failure.rank == engine.rank and not self._details:
             return  # the main thread raised it: its own traceback says all
@@ -153,11 +156,14 @@ def write_report(text: str, *, rank: int, directory: str | None) -> str | None:
     Returns the path, None if it could not be written.
     Under torchrun the agent ends the survivors as soon as one rank is gone, and what they print may be lost: the file stays.
     """
-    path = Path(os.environ.get("RRFP_REPORT_DIR") or directory or ".") / f"rrfp-failure-rank{rank}.txt"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
-    except OSError as error:
-        print(f"[rrfp] rank {rank}: could not write a failure report to {path}: {error}", file=sys.stderr, flush=True)
-        return None
-    return str(path)
+    failed = []
+    for folder in dict.fromkeys([os.environ.get("RRFP_REPORT_DIR") or directory or ".", "."]):
+        path = Path(folder) / f"rrfp-failure-rank{rank}.txt"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+            return str(path)
+        except OSError as error:
+            failed.append(str(error))
+    print(f"[rrfp] rank {rank}: could not write a failure report: {'; '.join(failed)}", file=sys.stderr, flush=True)
+    return None

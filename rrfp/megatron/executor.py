@@ -24,7 +24,8 @@ class StepContext:
     """What one call of the schedule was given (the arguments of Megatron's `forward_backward_func`), for one stage."""
 
     forward_step_func: Callable
-    data_iterator: MicrobatchIterator | None
+    data_iterator: Any
+    """An iterator or None; a `MicrobatchIterator` where forwards may leave microbatch order."""
     model: torch.nn.Module
     config: Any
     num_microbatches: int
@@ -98,7 +99,8 @@ class MegatronExecutor:
         store = context.losses.setdefault(microbatch, [])
         if self._before_forward is not None:
             self._before_forward(microbatch)
-        if context.data_iterator is not None:
+        indexed = isinstance(context.data_iterator, MicrobatchIterator)
+        if indexed:
             context.data_iterator.begin(microbatch)
         output_tensor, num_tokens = schedules.forward_step(
             context.forward_step_func,
@@ -115,16 +117,22 @@ class MegatronExecutor:
             current_microbatch=microbatch,
             is_last_stage=context.is_last_stage,
         )
-        if context.data_iterator is not None:
+        if indexed:
             context.data_iterator.end()
         context.total_num_tokens += num_tokens
         self._forwards += 1
-        result = [output_tensor.detach()] if torch.is_tensor(output_tensor) and not context.is_last_stage else []
+        result = [] if context.is_last_stage else [self._to_send(action, output_tensor)]
         if not context.forward_only:
             self._saved[microbatch] = (input_tensor, output_tensor)
             # `result` is an alias that keeps the storage: what is being sent is not freed under the send.
             schedules.deallocate_output_tensor(output_tensor, config.deallocate_pipeline_outputs)
         return result
+
+    def _to_send(self, action: Action, output_tensor: Any) -> torch.Tensor:
+        if not torch.is_tensor(output_tensor):
+            raise TypeError(f"{action} returned {type(output_tensor).__name__}: a stage that isn't the last must return one tensor")
+        # Without a backward nothing keeps a stage from writing its next output over this one, which may still be waiting to leave.
+        return output_tensor.detach().clone() if self._context.forward_only else output_tensor.detach()
 
     def _backward(self, action: Action, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         context = self._context

@@ -60,6 +60,7 @@ def make_forward_backward(options: Options, *, original: Callable) -> Callable:
                 collect_non_loss_data=collect_non_loss_data, first_val_step=first_val_step, adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
                 p2p_communicator=p2p_communicator, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
         check_call(config, order=options.order)
+        check_call(getattr(chunk, "ddp_config", None), order=options.order)  # FSDP is named there
         groups, pp_group = _groups(p2p_communicator, pg_collection)
         _check_groups(groups)
         runtime = runtime_for(options, pp_group)
@@ -72,7 +73,8 @@ def make_forward_backward(options: Options, *, original: Callable) -> Callable:
 
         context = StepContext(
             forward_step_func=forward_step_func,
-            data_iterator=None if iterator is None else MicrobatchIterator(iterator),
+            # In microbatch order the k-th forward is microbatch k, as Megatron has it: the iterator itself, whatever a step does with it.
+            data_iterator=MicrobatchIterator(iterator) if iterator is not None and options.order == "free" else iterator,
             model=chunk,
             config=config,
             num_microbatches=num_microbatches,
@@ -205,10 +207,13 @@ def _default_groups():
 
 
 def _check_groups(groups) -> None:
-    for name, option in (("tp", "--tensor-model-parallel-size"), ("cp", "--context-parallel-size")):
-        if getattr(groups, name).size() > 1:
+    options = {"tp": "--tensor-model-parallel-size", "cp": "--context-parallel-size", "ep": "--expert-model-parallel-size",
+               "expt_tp": "--expert-tensor-parallel-size"}
+    for name, option in options.items():
+        group = getattr(groups, name, None)
+        if group is not None and group.size() > 1:
             raise ConfigurationError(
-                f"--pipeline-schedule rrfp with {option} {getattr(groups, name).size()}: collectives inside actions need their ranks to agree "
+                f"--pipeline-schedule rrfp with {option} {group.size()}: collectives inside actions need their ranks to agree "
                 "on every action, which isn't supported yet; use --pipeline-schedule 1f1b")
 
 

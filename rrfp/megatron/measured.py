@@ -12,11 +12,11 @@ from rrfp.errors import ConfigurationError
 
 
 def gather_durations(own: Mapping[str, float], pp_group) -> dict[tuple[str, int], float]:
-    """Every stage's moving averages, seconds by (kind, stage). Empty until each stage has one."""
+    """Every stage's moving averages, seconds by (kind, stage). Empty until each stage has run forwards and backwards."""
     everyone: list[dict[str, float]] = [{}] * pp_group.size()
     torch.distributed.all_gather_object(everyone, dict(own), group=pp_group)
-    if not all(everyone):
-        return {}
+    if not all("F" in measured and "B" in measured for measured in everyone):
+        return {}  # after evaluation alone there are forwards only
     return {(kind, stage): seconds for stage, measured in enumerate(everyone) for kind, seconds in measured.items()}
 
 

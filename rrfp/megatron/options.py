@@ -18,7 +18,8 @@ class Options:
     schedule: `1f1b` leaves Megatron's schedule in place; `rrfp` replaces it.
     hint, mode, limit, order, lanes: see `rrfp.policy.Policy`.
     interface: network interface or address for messages between hosts; None: the one that faces the master.
-    timeout: seconds without progress inside a call (three times that in the first); None: Megatron's distributed timeout.
+    timeout: seconds without progress inside a call (three times that in the first); None: 600 (the command line takes
+        Megatron's distributed timeout).
     trace: directory for the trace, or None.
     emulate: `NAME[:UNIT_MS[:SEED]]`, a scenario of emulated durations, or None.
     inject: a level of the paper's jitter, J0 to J3, or None.
@@ -45,7 +46,7 @@ class Options:
     def __post_init__(self):
         if self.schedule not in SCHEDULES:
             raise ConfigurationError(f"--pipeline-schedule {self.schedule}: no such schedule; choose one of {', '.join(SCHEDULES)}")
-        if self.timeout is not None and not self.timeout > 0:
+        if self.timeout is not None and not 0 < self.timeout < float("inf"):
             raise ConfigurationError(f"--rrfp-timeout {self.timeout:g}: a timeout is a number of seconds above 0; nothing waits for ever")
         if self.emulate is not None:
             parse_scenario(self.emulate)

@@ -7,6 +7,7 @@ loader workers, asynchronous checkpoints) inherits the object and must not use i
 import atexit
 import functools
 import os
+import resource
 import sys
 import traceback
 from pathlib import Path
@@ -73,6 +74,7 @@ class Runtime:
             lanes=options.lanes,
             interface=options.interface,
             delay=getattr(self.padding, "delay", None),
+            heartbeat_s=min(2.0, (options.timeout or 600.0) / 10),
         )
         self.engine = Engine(
             rank=rank,
@@ -83,6 +85,7 @@ class Runtime:
             timeout=options.timeout or 600.0,
             latch=FailureLatch(name=self.name),
         )
+        _many_descriptors()
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
         self.transport.open(self._post, deadline=OPEN_DEADLINE)
         self.watcher = Watcher(self.engine, departed=self._departed, report=self._report)
@@ -132,6 +135,13 @@ class Runtime:
         self.recorder.close()
         if self.padding is not None:
             print(f"[rrfp] rank {self.rank}: {self.padding.summary()}", flush=True)
+
+
+def _many_descriptors() -> None:
+    """Every receive buffer is a descriptor, at both ends: take as many as the system lets this process have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _record_for_torchrun(text: str) -> None:
@@ -188,6 +198,8 @@ def tell_all(error: BaseException) -> None:
 
 
 def _at_exit() -> None:
+    if (error := getattr(sys, "last_exc", None)) is not None:
+        tell_all(error)  # somebody replaced our hook: peers must not take this for a goodbye
     for runtime in list(_runtimes.values()):
         runtime.close(exiting=True)
 

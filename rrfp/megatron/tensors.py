@@ -11,7 +11,7 @@ from rrfp.comm.transport import Arrival, Part, Payload
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)}
+    torch.complex64, torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)}
 
 
 def to_payload(tensors: Sequence[torch.Tensor | None]) -> Payload:

@@ -312,6 +312,51 @@ def contract():
 
 
 @job
+def odd_stages(*, kind):
+    """A stage that does what Megatron allows, or must refuse: (its losses or error under Megatron, under our schedule)."""
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    model, _, state = model_for()
+    DELAYS.seed, DELAYS.longest = 4, 0.01
+    found = []
+    for function in (OWN, schedule()):
+        state.restore()
+        kept = []
+
+        def forward_step(data_iterator, chunk, kept=kept):
+            if kind == "skips" and data_iterator is not None:
+                batch = next(data_iterator)
+                while batch["index"] % 3 == 1:
+                    batch = next(data_iterator)
+                data_iterator = iter([batch])
+            output, loss_func = gpt.forward_step(data_iterator, chunk)
+            if kind == "reuses its buffer" and not parallel_state.is_pipeline_last_stage():
+                if not kept:
+                    kept.append(torch.empty_like(output))
+                output = kept[0].copy_(output)
+            if kind == "returns a tuple" and rank == 0:
+                return (output, output), loss_func
+            return output, loss_func
+
+        forward_only = kind == "reuses its buffer"
+        try:
+            result = gpt.step(function, model, None, gpt.batches(0), 6, forward_only=forward_only, update=False, forward_step_func=forward_step)
+            found.append({"losses": [loss.tolist() for loss in result["losses"]]})
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+        if kind == "returns a tuple":
+            break
+    return found
+
+
+@job
+def returns_a_tuple():
+    """The pipeline cannot go on after it, so this is a group's last job."""
+    global OWN
+    OWN = schedule()
+    return odd_stages(kind="returns a tuple")
+
+
+@job
 def partial_backward():
     """The last but one stage's output needs no gradient: it and the stages before it get none, and the step ends."""
     rank, size = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_world_size()

@@ -153,7 +153,8 @@ def step(
     """One iteration. Returns losses (per microbatch, last stage) and every gradient, before the optimizer's step."""
     if not forward_only:
         model.zero_grad_buffer()
-        optimizer.zero_grad()
+        if optimizer is not None:
+            optimizer.zero_grad()
     ends = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
     with torch.no_grad() if forward_only else torch.enable_grad():
         stored = schedule(

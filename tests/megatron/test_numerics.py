@@ -93,6 +93,20 @@ def test_a_gradient_that_does_not_exist(group):
         )
 
 
+@pytest.mark.parametrize("kind", ["skips", "reuses its buffer"])
+def test_stages_may_do_what_megatron_lets_them(group, kind):
+    """Skip samples in their forward step; in evaluation, write every output into the same memory."""
+    for own, ours in group.run("odd_stages", kind=kind):
+        assert own == ours and isinstance(own, dict)
+
+
+def test_a_stage_that_returns_no_tensor_is_named():
+    with Group(2) as group:
+        first, second = group.run("returns_a_tuple")
+    assert first == ["TypeError: 0F0 returned tuple: a stage that isn't the last must return one tensor"]
+    assert second[0].startswith("PipelineError: stage 0 (rank 0) failed (0F0): TypeError: 0F0 returned tuple")
+
+
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 def test_half_precision(group, kind):
     results = group.run("precision", kind=kind, steps=4, microbatches=3)
