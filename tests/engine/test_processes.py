@@ -69,7 +69,7 @@ class Failing:
     """A job whose second forward on stage 1 fails."""
 
     def __init__(self, policy, microbatches):
-        self.policy, self.microbatches, self.nbytes = policy, microbatches, 16
+        self.policy, self.microbatches, self.nbytes, self.delays = policy, microbatches, 16, {}
 
     def duration(self, action):
         return 1 / 0 if str(action) == "1F1" else 0.001

@@ -19,6 +19,8 @@ REFUSED = {
     "--tensor-model-parallel-size": {"tensor_model_parallel_size": 2},
     "--context-parallel-size": {"context_parallel_size": 4},
     "--expert-model-parallel-size": {"expert_model_parallel_size": 2},
+    "--expert-tensor-parallel-size": {"expert_tensor_parallel_size": 2},
+    "--expert-tensor-parallel-num-weight-shards": {"expert_gtp_weight_remat_size": 2},
     "--num-layers-per-virtual-pipeline-stage": {"virtual_pipeline_model_parallel_size": 2},
     "--delay-wgrad-compute": {"delay_wgrad_compute": True},
     "GTP": {"gtp_weight_remat_size": 2},
