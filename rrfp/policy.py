@@ -19,6 +19,7 @@ from rrfp.scheduler.validate import check_first_forward, check_forward_order, ch
 from rrfp.simulate.clock import drive
 
 RULES = ("announced", "bf", "fb", "b-first", "f-first", "alt", "fill", "fill-alt", "bfw", "fill-r")
+BUILT_IN = (*RULES, *lists.LISTS)
 SPLIT_ONLY = ("bfw", "fill-r", "zb-h1", "zb-h2")
 UNIT_DURATIONS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 

@@ -1,7 +1,7 @@
 """One outgoing edge, and the thread that serves all of them.
 
 Who owns what: the send thread owns the outlets' queues, credits and mappings, and the data sockets. Others reach it only through
-its one queue: the caller with jobs, the receive thread with credits. It blocks on that queue alone, never on a credit: a job that
+its one queue: the caller with jobs and with credits to return, the receive thread with credits. It blocks on that queue alone, never on a credit: a job that
 finds none waits in its outlet. An error in it is handed to `fail` and ends it.
 """
 

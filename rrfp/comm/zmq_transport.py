@@ -1,7 +1,7 @@
 """The CPU transport: pyzmq for everything that is small, shared memory for payloads inside a host.
 
 Threads. The caller's thread opens, closes, and queues; it sends control messages itself, under `_control_lock`, non-blocking. The
-send thread (outbound.py) owns the data sockets that connect. The receive thread (loop.py) owns every socket that is read and
+send thread (outbound.py) owns the data sockets that connect, and returns the credits. The receive thread (loop.py) owns every socket that is read and
 posts events; nothing it does may block. Data and control live in two contexts, hence two I/O threads: control never queues behind
 a payload. `_lock` guards inlets, peers, the call window and the latched failure; `_control_lock` may be taken inside it, never
 the other way round.

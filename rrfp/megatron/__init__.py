@@ -9,6 +9,7 @@ from rrfp.errors import ConfigurationError
 from rrfp.megatron.arguments import add_arguments, options_from
 from rrfp.megatron.options import Options
 from rrfp.placement import Placement
+from rrfp.policy import BUILT_IN
 
 __all__ = ["Options", "add_arguments", "install", "install_from_args", "uninstall"]
 
@@ -54,7 +55,10 @@ def install_from_args(args: argparse.Namespace) -> None:
 def _check_at_start(options: Options, args: argparse.Namespace) -> None:
     """Refuse now what a call would be refused for later: a list that does not fit, for any number of microbatches this run can have."""
     placement = Placement.looped(args.pipeline_model_parallel_size)
-    for microbatches in sorted(_microbatches(args)):
+    sizes = sorted(_microbatches(args))
+    if options.mode == "ready" and options.hint in BUILT_IN:
+        sizes = sizes[-1:]  # these exist for any number
+    for microbatches in sizes:
         options.policy.scheduler(placement, 0, microbatches)
 
 
