@@ -46,8 +46,6 @@ class Outlet:
         self.lane_due = [0.0] * len(sockets)
         self.queued = 0  # by the caller
         self.sent = 0  # by the send thread
-        self.watched = False
-        """Somebody wants to hear of the next message that leaves."""
 
     def state(self) -> dict:
         return {
@@ -60,8 +58,7 @@ class Outlet:
 
 
 class Sender:
-    """The send thread. `need(outlet, slot, nbytes)` asks for a bigger slot; `fail(where, text, traceback)` reports an error,
-    `left(edge)` a message that left a watched outlet."""
+    """The send thread. `need(outlet, slot, nbytes)` asks for a bigger slot; `fail(where, text, traceback)` reports an error."""
 
     def __init__(
         self,
@@ -70,10 +67,9 @@ class Sender:
         delay: Callable[[Edge, int], float] | None,
         need: Callable[[Outlet, int, int], None],
         fail: Callable[[str, str, str], None],
-        left: Callable[[Edge], None],
         name: str,
     ):
-        self._outlets, self._delay, self._need, self._fail, self._tell_left = outlets, delay, need, fail, left
+        self._outlets, self._delay, self._need, self._fail = outlets, delay, need, fail
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._flights: list = []  # heap of (due, order, outlet, job, grant): emulated delays only
         self._order = itertools.count()
@@ -182,9 +178,6 @@ class Sender:
         with self._left:
             outlet.sent += 1
             self._left.notify_all()
-        if outlet.watched:
-            outlet.watched = False
-            self._tell_left(outlet.edge)
 
     def _write(self, outlet: Outlet, grant: Grant, arrays: list) -> bool:
         sizes = [len(array) for array in arrays]

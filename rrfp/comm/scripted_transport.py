@@ -15,7 +15,7 @@ import numpy as np
 from rrfp.action import Edge
 from rrfp.comm.clock import VirtualClock
 from rrfp.comm.message import check_payload
-from rrfp.comm.transport import Announcement, Arrival, Departure, Event, Failure, Left, Payload
+from rrfp.comm.transport import Announcement, Arrival, Departure, Event, Failure, Payload
 from rrfp.comm.window import CallWindow
 from rrfp.errors import ConfigurationError, PipelineError
 
@@ -45,7 +45,6 @@ class _Link:
     credits: int
     waiting: deque[_Message] = field(default_factory=deque)
     queued: list[int] = field(default_factory=list)  # per lane
-    watched: bool = False
     received: list[int] = field(default_factory=list)
     lane_due: list[float] = field(default_factory=list)
     sent: int = 0
@@ -117,9 +116,6 @@ class ScriptedNetwork:
         """Invariant: a message leaves only with a credit, and each lane in order of `send`."""
         while link.waiting and link.credits:
             message = link.waiting.popleft()
-            if link.watched:
-                link.watched = False
-                self._transports[self.owner[link.edge.source]].hear_left(link.edge)
             link.credits -= 1
             link.outstanding += 1
             link.sent += 1
@@ -180,15 +176,6 @@ class ScriptedTransport:
         link.queued[lane] += 1
         link.waiting.append(_Message(self._window.call, microbatch, lane, link.queued[lane], payload))
         self._network.pump(link)
-
-    def backed_up(self, edge: Edge) -> bool:
-        link = self._network.links[edge]
-        link.watched = len(link.waiting) >= self._network.credits
-        return link.watched
-
-    def hear_left(self, edge: Edge) -> None:
-        if not self.dead and not self.closed and self._post is not None:
-            self._post(Left(edge))
 
     def announce(self, edge: Edge, microbatch: int, duration: float) -> None:
         call = self._window.call

@@ -76,13 +76,7 @@ class Departure(NamedTuple):
     rank: int
 
 
-class Left(NamedTuple):
-    """A message has left over `edge`, where `Transport.backed_up` had been true."""
-
-    edge: Edge
-
-
-Event = Arrival | Announcement | Failure | Departure | Left
+Event = Arrival | Announcement | Failure | Departure
 
 
 class Transport(Protocol):
@@ -100,9 +94,6 @@ class Transport(Protocol):
 
     def send(self, edge: Edge, microbatch: int, payload: Payload) -> None:
         """Queue a message. Never blocks: it waits for a credit of its edge elsewhere. `payload` stays untouched until it left."""
-
-    def backed_up(self, edge: Edge) -> bool:
-        """Whether as many messages wait here as the edge has credits. If so, a `Left` is posted when the next one has left."""
 
     def announce(self, edge: Edge, microbatch: int, duration: float) -> None:
         """Tell the edge's destination that its producer has started. Never queues behind a payload."""

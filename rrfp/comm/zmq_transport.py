@@ -39,7 +39,7 @@ from rrfp.comm.message import (
     encode_failure,
 )
 from rrfp.comm.outbound import Job, Outlet, Sender
-from rrfp.comm.transport import Announcement, Arrival, Departure, Event, Failure, Left, Payload
+from rrfp.comm.transport import Announcement, Arrival, Departure, Event, Failure, Payload
 from rrfp.comm.window import CallWindow
 from rrfp.errors import PipelineError
 
@@ -132,8 +132,7 @@ class ZmqTransport:
             if peer.descriptor is not None:
                 loop.add(peer.descriptor, lambda peer=peer: self._on_death(peer))
         self._sender = Sender(
-            list(links.outlets.values()), delay=self._delay, need=self._need, fail=self._fail_here,
-            left=lambda edge: self._post(Left(edge)), name=f"{name}-send",
+            list(links.outlets.values()), delay=self._delay, need=self._need, fail=self._fail_here, name=f"{name}-send"
         )
         loop.start()
         self._sender.start()
@@ -179,12 +178,6 @@ class ZmqTransport:
             raise PipelineError("send before the first begin(call)")
         job = Job(self._window.call, microbatch, self._lane_of(edge, microbatch), nbytes, payload)
         self._sender.put(self._links.outlets[edge], job)
-
-    def backed_up(self, edge: Edge) -> bool:
-        outlet = self._links.outlets[edge]
-        outlet.watched = True  # before counting: what leaves in between is told
-        outlet.watched = outlet.queued - outlet.sent >= self._settings.credits
-        return outlet.watched
 
     def announce(self, edge: Edge, microbatch: int, duration: float) -> None:
         self._check_process()

@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from rrfp.action import Action, Edge
-from rrfp.comm.transport import Announcement, Arrival, Departure, Failure, Left, Transport
+from rrfp.comm.transport import Announcement, Arrival, Departure, Failure, Transport
 from rrfp.engine.executor import Executor, Outputs
 from rrfp.engine.failure import FailureLatch
 from rrfp.errors import PipelineError
@@ -86,7 +86,7 @@ class Engine:
         self._clock = clock
         self._inbox: SimpleQueue = SimpleQueue()
         self._departed: set[int] = set()
-        self._seen: set[bool] = set()
+        self._warm: set[bool] = set()
         """Whether a training call, and a call of forwards only, has ended yet."""
 
     def post(self, event) -> None:
@@ -136,7 +136,7 @@ class Engine:
         self._agreed: Action | None = None
         self._waits: list[tuple[str | None, float]] = []
         self._forward_only = forward_only
-        self.patience = self.timeout * (1 if forward_only in self._seen else FIRST_CALL)
+        self.patience = self.timeout * (1 if forward_only in self._warm else FIRST_CALL)
         now = self.last_progress = self._last_end = self._clock()
         self.in_call = True
         self.recorder.begin_call(self.call, microbatches=microbatches, forward_only=forward_only, now=now)
@@ -160,8 +160,6 @@ class Engine:
                 if self._agreed is None:
                     self._agreed = self._agreement.decide(decision.action)
                 if self._agreed is not None and self._may_launch(self._agreed, decision):
-                    if self._backed_up(self._agreed):
-                        return self._until(WAIT, "send")
                     action, self._agreed = self._agreed, None
                     self._launch(action)
                     continue
@@ -175,7 +173,7 @@ class Engine:
         if now > start:
             self.recorder.waited("send", start, now)
         self.in_call = False
-        self._seen.add(self._forward_only)
+        self._warm.add(self._forward_only)
         self.recorder.end_call(now)
 
     # ------------------------------------------------------------------ arrivals and completions
@@ -206,8 +204,6 @@ class Engine:
         elif kind is Announcement:
             if event.call == self.call:
                 self.scheduler.announced(event.edge, event.microbatch, event.time, event.duration)
-        elif kind is Left:
-            self.last_progress = self._clock()
         elif kind is Departure:
             self._departed.add(event.rank)
         elif kind is Failure:
@@ -259,11 +255,7 @@ class Engine:
         self._executor.launch(task, inputs, lambda outputs: inbox.put(Completion(action, outputs, clock())))
 
     # ------------------------------------------------------------------ waiting
-    def _backed_up(self, action: Action) -> bool:
-        """Without backwards no activation limit bounds what waits to leave: evaluation waits where its receiver does not keep up."""
-        return self._forward_only and any(self.transport.backed_up(edge) for edge in self.scheduler.task(action).sends)
-
-    def _until(self, decision: Decision, reason: str | None = None) -> float:
+    def _until(self, decision: Decision) -> float:
         """Nothing can be launched now. When to look again; raises PipelineError when that has been so for too long."""
         now = self._clock()
         if self._departed:
@@ -271,10 +263,7 @@ class Engine:
         if now - self.last_progress >= self.patience:
             raise PipelineError(self.hang_report())
         if not self._launched:
-            if decision.action is not None:
-                reason = "agreement"
-            elif decision.wake_at is not None:
-                reason = "announced"
+            reason = "agreement" if decision.action is not None else None if decision.wake_at is None else "announced"
             if not self._waits or self._waits[-1][0] != reason:
                 self._waits.append((reason, now))
         until = self.last_progress + self.patience

@@ -4,7 +4,6 @@ import pytest
 
 from rrfp.action import Edge
 from rrfp.comm.transport import Arrival
-from rrfp.engine.loop import Engine
 from rrfp.placement import Placement
 from rrfp.policy import Policy
 
@@ -47,21 +46,6 @@ def test_evaluation_needs_no_synchronisation(virtual, microbatches):
         cluster.run(*[virtual.Call.chain(placement, microbatches, forward_only=True)] * 6).check()
         end = max(member.executor.ended[member.order[-1]] for member in cluster.members)
         assert end == 6 * microbatches * 10.0 + 2.0, "the slow stage never waits for the others"
-
-
-@pytest.mark.parametrize("bounded", [True, False])
-def test_evaluation_does_not_pile_up_what_its_receiver_cannot_take(virtual, bounded, monkeypatch):
-    """No activation is held, so no limit bounds it: as many messages may wait as the edge has credits. Without the bound they pile up."""
-    if not bounded:
-        monkeypatch.setattr(Engine, "_backed_up", lambda self, action: False)
-    placement = Placement.looped(2)
-    cluster = virtual.Cluster.of(placement, duration=lambda action, _: 1.0 if action.stage == 0 else 10.0)
-    waiting = []
-    for second in range(400):
-        cluster.clock.call_at(second + 0.5, lambda: waiting.append(cluster[0].engine.transport.state()["edges"]["0>1"]["waiting"]))
-    cluster.run(virtual.Call.chain(placement, 40, forward_only=True)).check()
-    assert (max(waiting) <= cluster.credits) == bounded
-    assert cluster[1].executor.ended[cluster[1].order[-1]] == 401.0, "the slow stage never waits"
 
 
 def test_an_announcement_of_another_call_is_dropped(virtual):
