@@ -47,9 +47,10 @@ def misuse(transport, arrival) -> str:
     assert transport.state() == {}
     transport.abort(Failure(1, "a child", "must not be heard"))
     transport.close(deadline=1.0)
+    transport.release(arrival)  # a finalizer of a tensor that the child lets go of
     calls = [
         lambda: transport.open(print, deadline=1.0), lambda: transport.begin(9), lambda: transport.send(Edge(1, 0), 0, ()),
-        lambda: transport.announce(Edge(1, 0), 0, 1.0), lambda: transport.consumed(arrival), lambda: transport.release(arrival),
+        lambda: transport.announce(Edge(1, 0), 0, 1.0), lambda: transport.consumed(arrival),
         lambda: transport.flush(deadline=1.0),
     ]  # fmt: skip
     for call in calls:
