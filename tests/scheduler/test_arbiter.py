@@ -28,8 +28,9 @@ def test_nothing_is_ready_before_it_arrives():
 
 
 def test_microbatch_order_waits_for_the_earlier_microbatch_and_free_order_does_not():
-    assert play(middle(2, hint="bf"), "f1 . f0 . .") == "- F0 F1"
-    assert play(middle(2, hint="bf", order="free"), "f1 . f0 . .") == "F1 F0 -"
+    assert play(middle(3, hint="f-first", limit="3"), "f0 . f2 . f1 . .") == "F0 - F1 F2"
+    assert play(middle(3, hint="f-first", limit="3", order="free"), "f0 . f2 . f1 . .") == "F0 F2 F1 -"
+    assert play(middle(2, hint="bf", order="free"), "f1 . f0 . .") == "- F0 F1", "microbatch 0 is the first in any order"
 
 
 def test_free_order_takes_the_hints_order_among_ready_microbatches():
@@ -145,8 +146,8 @@ def test_admissible_lists_everything_that_order_and_limit_allow():
     s = middle(3, hint="bf", limit="2")
     play(s, "f0 f1 f2 . b0")
     assert sorted(map(str, s.admissible())) == ["1B0", "1F1"]
-    free = middle(3, hint="bf", order="free")
-    play(free, "f1 f2")
+    free = middle(3, hint="bf", limit="3", order="free")
+    play(free, "f0 . f1 f2")
     assert sorted(map(str, free.admissible())) == ["1F1", "1F2"]
 
 

@@ -55,16 +55,16 @@ def test_spans_of_a_tiny_pipeline():
 
 
 def starts(lanes, order):
-    """When stage 1 starts its forwards if the first of three messages is late."""
-    delays = {(kind, s, m): 0.0 for kind in "FB" for s in range(2) for m in range(3)} | {("F", 1, 0): 10.0}
+    """When stage 1 starts its forwards if the second of three messages is late."""
+    delays = {(kind, s, m): 0.0 for kind in "FB" for s in range(2) for m in range(3)} | {("F", 1, 1): 10.0}
     result = simulate(Policy(hint="f-first", limit="3", order=order, lanes=lanes), Placement.looped(2), 3, Unit(), delays)
     return {m: result.spans[Action("F", 1, m)].start for m in range(3)}
 
 
 def test_a_late_message_holds_back_its_lane_and_only_that():
-    assert starts(1, "free") == {0: 11.0, 1: 12.0, 2: 13.0}
-    assert starts(2, "free")[1] == 2.0, "the second message took the other lane"
-    assert starts(2, "microbatch") == {0: 11.0, 1: 12.0, 2: 13.0}, "microbatch order waits all the same"
+    assert starts(1, "free") == {0: 1.0, 1: 12.0, 2: 13.0}
+    assert starts(2, "free")[2] == 3.0, "the third message took the other lane"
+    assert starts(2, "microbatch") == {0: 1.0, 1: 12.0, 2: 13.0}, "microbatch order waits all the same"
 
 
 def test_announcements_may_be_late():
