@@ -6,6 +6,7 @@ sender opens `/proc/<pid>/fd/<fd>`, checks the nonce (which proves that both see
 against resizing, so that nobody can shrink one under its reader.
 """
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -17,6 +18,14 @@ import numpy as np
 from rrfp.comm.message import ALIGNMENT
 
 NONCE_BYTES = 16
+
+
+def _map(fd: int, size: int) -> np.ndarray:
+    """The payload part of a memory file, on large pages where the kernel grants them to shared memory (docs/transport.md)."""
+    memory = mmap.mmap(fd, ALIGNMENT + size)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)[ALIGNMENT:]
 
 
 class Grant(NamedTuple):
@@ -53,7 +62,7 @@ class Buffer:
 
     def view(self, start: int, nbytes: int) -> np.ndarray:
         if self._view is None:
-            self._view = np.frombuffer(mmap.mmap(self.fd, ALIGNMENT + self.size), np.uint8)[ALIGNMENT:]
+            self._view = _map(self.fd, self.size)
         return self._view[start : start + nbytes]
 
     def close(self) -> None:
@@ -130,7 +139,7 @@ class Mappings:
         try:
             if os.pread(fd, NONCE_BYTES, 0) != grant.nonce:
                 raise OSError(f"/proc/{self._pid}/fd/{grant.fd} is not the granted buffer: its nonce differs")
-            return np.frombuffer(mmap.mmap(fd, ALIGNMENT + grant.size), np.uint8)[ALIGNMENT:]
+            return _map(fd, grant.size)
         finally:
             os.close(fd)
 
