@@ -8,8 +8,8 @@ import multiprocessing
 import os
 import queue
 import random
+import signal
 import sys
-import time
 
 import numpy as np
 
@@ -112,7 +112,7 @@ def echo(directory, wire):
         if words == "leave a child":
             pid = os.fork()
             if pid == 0:
-                time.sleep(WAIT)  # holds copies of every descriptor while its parent is killed
+                signal.sigtimedwait({signal.SIGTERM}, WAIT)  # holds copies of every descriptor while its parent is killed
                 os._exit(0)
             answer = str(pid)
         transport.send(Edge(1, 0), event.microbatch, text(answer))

@@ -1,6 +1,7 @@
 """Starts a group of real processes once, and has them run jobs of tests/megatron/jobs.py one after another, all ranks in step."""
 
 import json
+import multiprocessing
 import os
 import pickle
 import signal
@@ -20,11 +21,10 @@ class Group:
     traceback if the job failed. Every wait has a deadline.
     """
 
-    def __init__(self, ranks: int, *, pipeline: int | None = None, options: dict | None = None):
+    def __init__(self, ranks: int, *, pipeline: int | None = None):
         self.ranks = ranks
         self._directory = tempfile.TemporaryDirectory(prefix="rrfp-group-")
         self._folder = Path(self._directory.name)
-        self._jobs = 0
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
             "WORLD_SIZE": str(ranks),
@@ -33,42 +33,39 @@ class Group:
             "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), str(HERE)]),
             "PYTHONFAULTHANDLER": "1",
         }
-        arguments = json.dumps({"folder": str(self._folder), "pipeline": pipeline or ranks, "options": options or {}})
-        self._processes = []
+        self._processes, self._pipes = [], []
         for rank in range(ranks):
+            ours, theirs = multiprocessing.Pipe()
+            self._pipes.append(ours)
+            settings = {"folder": str(self._folder), "pipeline": pipeline or ranks, "pipe": theirs.fileno()}
             log = open(self._folder / f"log{rank}.txt", "w")
             with log:
                 self._processes.append(
                     subprocess.Popen(
-                        [sys.executable, "-W", "ignore::UserWarning", str(HERE / "jobs.py"), arguments],
+                        [sys.executable, "-W", "ignore::UserWarning", str(HERE / "jobs.py"), json.dumps(settings)],
                         stdout=log,
                         stderr=log,
+                        pass_fds=[theirs.fileno()],
                         env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                     )
                 )
+            theirs.close()
 
     def run(self, job: str, *, deadline: float = 100.0, **arguments) -> list:
-        index, self._jobs = self._jobs, self._jobs + 1
-        self._publish(f"job{index}", (job, arguments))
+        for pipe in self._pipes:
+            pipe.send_bytes(pickle.dumps((job, arguments)))
         until = time.monotonic() + deadline
-        results = [self._result(index, rank, until) for rank in range(self.ranks)]
+        results = [self._result(rank, until) for rank in range(self.ranks)]
         failed = [(rank, text) for rank, (ok, text) in enumerate(results) if not ok]
         assert not failed, f"job {job} failed on rank {failed[0][0]}:\n{failed[0][1]}\n{self._tails()}"
         return [value for _, value in results]
 
-    def _result(self, index: int, rank: int, until: float):
-        path = self._folder / f"result{index}-{rank}"
-        while not path.exists():
-            code = self._processes[rank].poll()
-            assert code is None or path.exists(), f"rank {rank} ended with {code}\n{self._tails()}"
-            assert time.monotonic() < until, f"rank {rank} gave no result in time\n{self._tails()}"
-            time.sleep(0.005)
-        return pickle.loads(path.read_bytes())
-
-    def _publish(self, name: str, value) -> None:
-        partial = self._folder / f"{name}.partial"
-        partial.write_bytes(pickle.dumps(value))
-        partial.replace(self._folder / name)
+    def _result(self, rank: int, until: float):
+        assert self._pipes[rank].poll(max(0.0, until - time.monotonic())), f"rank {rank} gave no result in time\n{self._tails()}"
+        try:
+            return pickle.loads(self._pipes[rank].recv_bytes())
+        except EOFError:
+            raise AssertionError(f"rank {rank} ended with {self._processes[rank].wait(10)}\n{self._tails()}") from None
 
     def _tails(self) -> str:
         logs = [(self._folder / f"log{rank}.txt").read_text()[-3000:] for rank in range(self.ranks)]
@@ -78,7 +75,8 @@ class Group:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        self._publish(f"job{self._jobs}", None)
+        for pipe in self._pipes:
+            pipe.close()  # the end of the jobs
         try:
             for rank, process in enumerate(self._processes):
                 try:

@@ -7,6 +7,7 @@ import random
 import sys
 import time
 import traceback
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -494,26 +495,19 @@ def main():
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=int(os.environ["WORLD_SIZE"])
     )
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=settings["pipeline"])
-    index = 0
-    while True:
-        path = folder / f"job{index}"
-        deadline = time.monotonic() + 600
-        while not path.exists():
-            if time.monotonic() > deadline:
-                sys.exit("no job came")
-            time.sleep(0.002)
-        task = pickle.loads(path.read_bytes())
-        if task is None:
+    pipe = Connection(settings["pipe"])
+    while pipe.poll(600):
+        try:
+            name, arguments = pickle.loads(pipe.recv_bytes())
+        except EOFError:  # no more jobs
             break
-        name, arguments = task
         try:
             result = (True, JOBS[name](**arguments))
         except BaseException:
             result = (False, traceback.format_exc())
-        partial = folder / f"result{index}-{rank}.partial"
-        partial.write_bytes(pickle.dumps(result))
-        partial.replace(folder / f"result{index}-{rank}")
-        index += 1
+        pipe.send_bytes(pickle.dumps(result))
+    else:
+        sys.exit("no job came")
     runtimes.close_all()
     torch.distributed.destroy_process_group()
 
