@@ -58,13 +58,10 @@ def seconds(capsys, text: str, ended) -> None:
 # Every stage, in warm-up (its first forward of an iteration), in steady state, and at three places outside the schedule.
 KILLS = [fault(rank, "kill", where, microbatch=microbatch) for rank in range(RANKS)
          for where, microbatch in [("forward", 0), ("forward", 5), ("optimizer", 0), ("save", 0), ("data", 0)]]
-REDUCED = [(0, "forward", 5), (1, "save", 0), (2, "forward", 0), (3, "optimizer", 0), (3, "data", 0)]
 
 
 @pytest.mark.parametrize("kill", KILLS, ids=lambda kill: f"rank{kill['rank']}-{kill['where']}{kill['microbatch']}")
-def test_a_killed_rank_is_named_by_every_survivor(server, data, tmp_path, capsys, full, kill):
-    if not full and (kill["rank"], kill["where"], kill["microbatch"]) not in REDUCED:
-        pytest.skip("reduced counts")
+def test_a_killed_rank_is_named_by_every_survivor(server, data, tmp_path, capsys, kill):
     saving = ["--save", str(tmp_path / "checkpoints"), "--save-interval", "1"] if kill["where"] == "save" else []
     ended = server.run(tmp_path, data + saving, fault=kill)
     seconds(capsys, f"kill -9 of rank {kill['rank']}, {kill['where']} {kill['microbatch']}", ended)
@@ -168,18 +165,14 @@ def test_a_data_iterator_that_ends_early(server, data, tmp_path, capsys):
     workers_gone(str(tmp_path))
 
 
-def test_without_the_watcher_nobody_names_the_lost_rank(server, data, tmp_path, full):
+def test_without_the_watcher_nobody_names_the_lost_rank(server, data, tmp_path):
     """The control: under Megatron's own schedule survivors end too, by an error of the collective that happens to break."""
-    if not full:
-        pytest.skip("reduced counts")
     ended = server.run(tmp_path, [*data, "--pipeline-schedule", "1f1b"], fault=fault(1, "kill", "optimizer"), deadline=40)
     assert not any("was lost" in end.output or end.report for end in ended)
 
 
 @pytest.mark.parametrize("forks", ["data loader workers", "asynchronous checkpoints"])
-def test_a_normal_end_is_silent_and_quick(server, data, tmp_path, full, forks):
-    if forks == "asynchronous checkpoints" and not full:
-        pytest.skip("reduced counts")
+def test_a_normal_end_is_silent_and_quick(server, data, tmp_path, forks):
     more = ["--num-workers", "2"] if forks == "data loader workers" else \
         ["--async-save", "--save", str(tmp_path / "checkpoints"), "--save-interval", "1"]
     ended = server.run(tmp_path, [*data, *more])

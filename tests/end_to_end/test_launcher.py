@@ -213,9 +213,7 @@ THREE = ["--global-batch-size", "6", "--train-iters", "2"]
 
 
 @pytest.mark.parametrize("name", HINT_FILES)
-def test_hint_file(server, tmp_path, full, name):
-    if name not in ("wrong token", "duplicate", "missing", "impossible") and not full:
-        pytest.skip("only with --all")
+def test_hint_file(server, tmp_path, name):
     rows, expected = HINT_FILES[name]
     path = tmp_path / "hint.csv"
     path.write_text("\n".join(rows) + "\n")

@@ -78,9 +78,7 @@ def whole(server, tmp_path_factory):
 
 # ------------------------------------------------------------------------------------------------- numbers
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_log_and_checkpoints_are_those_of_megatron(whole, full, ranks):
-    if ranks == 2 and not full:
-        pytest.skip("only with --all: a training more")
+def test_log_and_checkpoints_are_those_of_megatron(whole, ranks):
     (theirs, their_folder), (ours, our_folder) = whole("megatron", ranks), whole("rrfp", ranks)
     assert "[rrfp]" not in theirs.text and "[rrfp] hint announced" in ours.text
     assert ours.log == theirs.log
