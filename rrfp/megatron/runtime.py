@@ -23,6 +23,7 @@ from rrfp.engine.watchdog import Watcher, write_report
 from rrfp.errors import PipelineError
 from rrfp.megatron.options import Options
 from rrfp.megatron.padding import Emulation, Injection
+from rrfp.mode import mode_name
 from rrfp.placement import Placement
 from rrfp.scheduler.dependencies import chain
 from rrfp.tp_coord.agreement import Solo
@@ -163,7 +164,8 @@ def make_recorder(options: Options, *, global_ranks: list[int], rank: int, place
     directory = Path(options.trace) if options.trace is not None else None
     if directory is not None and torch.distributed.get_world_size() > len(global_ranks):
         directory /= f"pipeline{global_ranks[0]}"
-    return Recorder(rank=rank, stages=placement.stages_of(rank), directory=directory, ranks=placement.ranks, nvtx=options.nvtx)
+    mode = mode_name(options.policy) if options.schedule == "rrfp" else "megatron-1f1b"
+    return Recorder(rank=rank, stages=placement.stages_of(rank), directory=directory, ranks=placement.ranks, nvtx=options.nvtx, mode=mode)
 
 
 _runtimes: dict[tuple[int, ...], Runtime] = {}

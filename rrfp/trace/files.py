@@ -52,6 +52,8 @@ class Call:
     waits: list[Waited] = field(default_factory=list)
     arrivals: list[Message] = field(default_factory=list)
     sent: list[Message] = field(default_factory=list)
+    mode: str | None = None
+    """What it ran under (`rrfp.mode`), if the trace says."""
 
 
 @dataclass
@@ -201,8 +203,8 @@ def _add(trace: RankTrace, line: list, shift: float, wanted: set[int] | None) ->
     if wanted is not None and number not in wanted:
         return
     if tag == "begin":
-        microbatches, forward_only, begin = rest
-        trace.calls[number] = Call(number, microbatches, forward_only, begin + shift, begin + shift)
+        microbatches, forward_only, begin, *mode = rest
+        trace.calls[number] = Call(number, microbatches, forward_only, begin + shift, begin + shift, mode=next(iter(mode), None))
         return
     call = trace.calls.get(number)
     if call is None:

@@ -3,7 +3,7 @@
 One file per rank, one JSON value a line: first an object that says who writes and how its clock relates to wall time, then
 arrays, times in seconds of time.monotonic():
 
-    ["begin", call, microbatches, forward only, time]
+    ["begin", call, microbatches, forward only, time, mode]     (mode, as `rrfp.mode` writes it, only where it is known)
     ["action", call, "2F0", start, end, in flight, padded]
     ["wait", call, cause, start, end]
     ["arrival", call, "0>1", microbatch, time]      ["sent", call, "0>1", microbatch, time]
@@ -36,6 +36,7 @@ class Recorder:
         ranks: how many ranks write into `directory`, so that a reader can say which are missing.
         nvtx: open an NVTX range per action (Megatron's `--profile`); needs torch with CUDA.
         debug: refuse overlapping spans with ValueError in `end_call`, instead of clipping and counting them.
+        mode: what calls run under (`rrfp.mode`), if that is known; it may change between calls.
     """
 
     def __init__(
@@ -47,8 +48,10 @@ class Recorder:
         ranks: int | None = None,
         nvtx: bool = False,
         debug: bool = False,
+        mode: str | None = None,
     ):
         self.nvtx = nvtx
+        self.mode = mode
         self._rank = rank
         self._debug = debug
         self._file = None if directory is None else Path(directory) / f"rank{rank}.jsonl"
@@ -64,7 +67,7 @@ class Recorder:
         """A call of the schedule starts at `now`. A call that was never ended stays in the file without an end."""
         self.flush()
         self._call = call
-        self._begin = ("begin", call, microbatches, forward_only, now)
+        self._begin = ("begin", call, microbatches, forward_only, now, *(() if self.mode is None else (self.mode,)))
         self._events.append(self._begin)
 
     def start_action(self, action: Action) -> None:
@@ -96,7 +99,7 @@ class Recorder:
         """The call ended at `now`: works out its breakdown and writes the file. Raises ValueError for overlaps under `debug`."""
         self._events.append(("end", self._call, now))
         self._close_ranges()
-        _, call, microbatches, forward_only, begin = self._begin
+        _, call, microbatches, forward_only, begin, *_ = self._begin
         events = [event for event in self._events if event[1] == call]
         try:
             self._last = break_down(

@@ -158,3 +158,11 @@ def test_nvtx_ranges_carry_the_notation_and_close(ranges):
 def test_nvtx_is_off_unless_asked_for(ranges):
     record(Recorder(rank=0, stages=[1], directory=None))
     assert ranges.log == []
+
+def test_the_mode_of_each_call_is_kept(tmp_path):
+    recorder = Recorder(rank=0, stages=[0], directory=tmp_path, mode="ready:alt:2p")
+    for number, mode in enumerate(["ready:alt:2p", "strict:1f1b:1f1b", None]):
+        recorder.mode = mode
+        recorder.begin_call(number, microbatches=1, forward_only=False, now=0.0)
+        recorder.end_call(1.0)
+    assert [call.mode for call in read(tmp_path).ranks[0].calls.values()] == ["ready:alt:2p", "strict:1f1b:1f1b", None]
