@@ -1,0 +1,76 @@
+"""What one call costs: how long every action takes and how late every message is."""
+
+from dataclasses import dataclass
+
+from rrfp.errors import ConfigurationError
+from rrfp.placement import Placement
+from rrfp.policy import Policy
+from rrfp.simulate.clock import Result, simulate
+from rrfp.simulate.scenarios import Draws, check_scenario, draw
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one call costs, on a chain of stages.
+
+    Args:
+        stages: S, counted along the model: ranks x chunks.
+        chunks: stages per rank, looped as Megatron interleaves them.
+        microbatches: M.
+        durations: seconds by (kind, stage, microbatch): F, B and, where a split backward is known, I and W.
+        delays: seconds by (kind, stage, microbatch), kind F or B (for I too), of the message that makes the action ready at `stage`.
+        seconds: how long the measured call took, if it was measured.
+        mode: what it ran under (`rrfp.mode`), if known.
+    """
+
+    stages: int
+    chunks: int
+    microbatches: int
+    durations: Draws
+    delays: Draws
+    seconds: float | None = None
+    mode: str | None = None
+
+    @property
+    def placement(self) -> Placement:
+        return Placement.looped(self.stages // self.chunks, self.chunks)
+
+    @property
+    def splits(self) -> bool:
+        """Whether I and W are known, so that a split backward can be simulated."""
+        return ("I", 0, 0) in self.durations and ("W", 0, 0) in self.durations
+
+    def simulate(self, policy: Policy, *, lanes: int | None = None, announce_delay: float = 0.0) -> Result:
+        """The call under `policy`, in virtual seconds.
+
+        Args:
+            lanes: FIFO lanes per edge; default: the policy's.
+            announce_delay: seconds that an announcement takes.
+
+        Raises:
+            ConfigurationError: if the policy splits the backward and the costs of I and W are not known.
+        """
+        if policy.split and not self.splits:
+            raise ConfigurationError(f"hint {policy.hint}: splits the backward, but these costs know only the whole backward B;"
+                                     " use a hint without W, or costs that give I and W")
+        return simulate(policy, self.placement, self.microbatches, self.durations, self.delays, lanes=lanes,
+                        announce_delay=announce_delay)
+
+
+def from_scenario(name: str, *, stages: int, microbatches: int, unit: float, seed: int, chunks: int = 1) -> Costs:
+    """The costs of one call in a scenario.
+
+    Args:
+        name: one of `scenarios.SCENARIOS`, an injection level J0 to J3, or the path of a user's JSON file (docs/scenarios.md).
+        stages: S = ranks x chunks.
+        unit: mean seconds of F, I and W at one stage.
+        seed: same name and seed, same costs.
+        chunks: stages per rank.
+
+    Raises:
+        ConfigurationError: if there is no such scenario, a file does not give what it must, or `chunks` does not divide `stages`.
+    """
+    check_scenario(name)
+    if stages % chunks:
+        raise ConfigurationError(f"{stages} stages, {chunks} chunks: every rank holds the same number of stages; make stages a multiple")
+    return Costs(stages, chunks, microbatches, *draw(name, stages, microbatches, unit, seed))
