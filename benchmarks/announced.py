@@ -10,8 +10,7 @@ import argparse
 import os
 import statistics
 
-from pipeline import Group, Job
-
+from rrfp.compare.group import Group, Job
 from rrfp.placement import Placement
 from rrfp.policy import Policy
 from rrfp.simulate.clock import simulate

@@ -9,9 +9,9 @@ import os
 import sys
 import time
 from dataclasses import dataclass
+from statistics import median
 
-from pipeline import Group, Job, median
-
+from rrfp.compare.group import Group, Job
 from rrfp.policy import Policy
 
 

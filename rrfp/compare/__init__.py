@@ -1,0 +1,1 @@
+"""`rrfp compare`: ways of running side by side, on real processes whose stages are emulated or compute for real."""
