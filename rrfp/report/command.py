@@ -1,0 +1,66 @@
+"""`rrfp report`: why a run took as long as it did, as one HTML page that stands alone."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rrfp.errors import ConfigurationError
+from rrfp.report.analysis import analyse
+from rrfp.report.page import write_page
+from rrfp.trace.files import Timeline, read
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, or 2 if nothing could be read or written."""
+    parser = argparse.ArgumentParser(prog="rrfp report", description=__doc__.split(": ", 1)[1])
+    parser.add_argument("directory", type=Path, metavar="DIR", help="the trace, as given to --rrfp-trace")
+    parser.add_argument("--call", type=int, action="append", metavar="N",
+                        help="the call to explain, may be repeated (default: the last complete training call, and the slowest)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write (default: report.html in DIR)")
+    parser.add_argument("--compare", type=Path, metavar="DIR", help="another run, drawn below on the same time axis")
+    options = parser.parse_args(argv)
+    out = options.out or options.directory / "report.html"
+    try:
+        timeline = read(options.directory)
+        analyses = [analyse(timeline, call=number) for number in options.call or embedded_calls(timeline)]
+        compare = []
+        if options.compare is not None:
+            other = read(options.compare)
+            compare = [analyse(other, call=other.typical_call())]
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_page(analyses, out, title=_name(options.directory), compare=compare,
+                   compare_title=_name(options.compare or options.directory))
+    except (ConfigurationError, OSError) as error:
+        print(f"rrfp report: {error}", file=sys.stderr)
+        return 2
+    first = analyses[0]
+    for finding in first.findings:
+        print(finding.text)
+    if first.suggestion:
+        print(f"Try: {first.suggestion.text}")
+    print(f"report: {out} (call{'s' * (len(analyses) > 1)} {', '.join(str(each.call) for each in analyses)}; open it in a browser)")
+    return 0
+
+
+def embedded_calls(timeline: Timeline) -> list[int]:
+    """The typical call, and the slowest of the complete training calls, the first (connecting, warming up) left out if there are others.
+
+    Raises ConfigurationError if no call is complete.
+    """
+    typical = timeline.typical_call()
+    seconds = {}
+    for number in timeline.calls:
+        calls = timeline.of_call(number).values()
+        if len(calls) == len(timeline.ranks) and all(call.complete and not call.forward_only for call in calls):
+            seconds[number] = max(call.end for call in calls) - min(call.begin for call in calls)
+    later = list(seconds)[1:] or list(seconds)
+    return list(dict.fromkeys([typical, *sorted(later, key=seconds.get)[-1:]]))
+
+
+def _name(directory: Path) -> str:
+    return f"RRFP report: {directory.resolve().name}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

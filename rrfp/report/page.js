@@ -1,0 +1,274 @@
+// The page around the timeline. The data is the run's alone: every text is set as text, never as markup.
+
+const KINDS = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient" };
+// Cause -> [CSS variable, what it means].
+const CAUSES = {
+  "warm-up": ["warmup", "the pipeline fills: no work has reached this rank yet"],
+  "drain": ["drain", "the pipeline empties: this rank's work is done, others' is not"],
+  "late message": ["late", "the input was produced in time but its message took longer than usual on that edge"],
+  "slow upstream": ["upstream", "waiting for an activation that the stage before has not produced yet"],
+  "slow downstream": ["downstream", "waiting for a gradient that the stage after has not produced yet"],
+  "memory limit": ["memory", "a forward was ready, but the in-flight limit did not allow it"],
+  "fixed order": ["fixed", "something was ready, but the fixed order named something else"],
+  "announced wait": ["announced", "something was ready, but announced work was worth waiting for"],
+  "runtime": ["runtime", "choosing, messages, Megatron's work around the actions"],
+  "lost": ["critical", "the rank was lost"],
+};
+
+const palette = new Map();
+function colour(name) {
+  if (!palette.has(name)) palette.set(name, getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim() || "#888");
+  return palette.get(name);
+}
+const kindColour = (kind) => colour(kind in KINDS ? kind : "other");
+const causeVariable = (cause) => (CAUSES[cause] || ["wait"])[0];
+const causeColour = (cause) => colour(causeVariable(cause));
+
+// Seconds as text: three digits, or as many as a step of an axis needs.
+function time(seconds, step) {
+  const size = Math.abs(step ? Math.max(Math.abs(seconds), step) : seconds), [scale, unit] = size >= 1 || !size ? [1, "s"] : size >= 1e-3 ? [1e3, "ms"] : [1e6, "\u00b5s"];
+  const value = seconds * scale, digits = step ? Math.max(0, Math.ceil(-Math.log10(step * scale) - 1e-9)) : Math.max(0, 2 - Math.floor(Math.log10(Math.abs(value) || 1)));
+  return value.toFixed(Math.min(digits, 6)) + " " + unit;
+}
+const percent = (share) => (100 * share).toFixed(share < 0.0995 && share > 0 ? 1 : 0) + "%";
+const sum = (values) => values.reduce((a, b) => a + b, 0);
+// A rank's name: its stage where the two are the same.
+function named(rank, call) {
+  const stages = call.stages.filter((stage) => call.rank_of[stage] === rank);
+  if (stages.length === 1 && stages[0] === rank) return "stage " + rank;
+  return `rank ${rank} (${stages.length > 3 ? stages.length + " stages" : "stage " + stages.join(", ")})`;
+}
+
+function make(tag, properties = {}, ...children) {
+  const { data, style, ...rest } = properties, made = Object.assign(document.createElement(tag), rest);
+  Object.assign(made.dataset, data);
+  Object.assign(made.style, style);
+  made.append(...children.filter((child) => child !== null && child !== undefined));
+  return made;
+}
+const get = (id) => document.getElementById(id);
+const swatch = (variable, low) => make("i", { className: low ? "low" : "", style: { background: `var(--${variable})` } });
+
+function table(head, rows, pick) {
+  const body = rows.map(({ cells, go }) => {
+    const row = make("tr", {}, ...cells.map((cell) => (cell instanceof Node && cell.tagName === "TD" ? cell : make("td", {}, cell))));
+    if (go && pick) {
+      row.tabIndex = 0;
+      row.title = "show in the timeline";
+      row.onclick = () => pick(...go);
+      row.onkeydown = (event) => { if (event.key === "Enter") pick(...go); };
+    }
+    return row;
+  });
+  return make("div", { className: "scroll" }, make("table", {}, make("thead", {}, make("tr", {}, ...head.map((each) => make("th", { scope: "col" }, each)))), make("tbody", {}, ...body)));
+}
+
+// Whole microseconds to seconds, once.
+function seconds(columns) {
+  for (const name of ["start", "end", "padded"]) if (columns[name]) columns[name] = Float64Array.from(columns[name], (each) => each / 1e6);
+}
+function prepare(call) {
+  if (call.ready) return call;
+  [call.actions, call.waits, call.critical_path].forEach(seconds);
+  for (const steps of Object.values(call.in_flight)) for (const step of steps) step[0] /= 1e6;
+  const parts = Object.values(call.utilisation), whole = Math.max(sum(parts.map((each) => sum(Object.values(each)))), 1e-12);
+  call.computing = sum(parts.map((each) => each.compute || 0)) / whole;
+  call.emulated = sum([...call.actions.padded]) / Math.max(sum(parts.map((each) => each.compute || 0)), 1e-12);
+  const text = call.findings.filter((each) => each.cause !== "none").map((each) => each.where).join(" ");
+  call.markedStages = new Set([...text.matchAll(/stages? (\d+)/g)].map((each) => +each[1]));
+  call.markedEdges = new Set([...text.matchAll(/\d+>\d+/g)].map((each) => each[0]));
+  call.ready = true;
+  return call;
+}
+
+function actionLines(call, i) {
+  const a = call.actions, name = `${a.stage[i]}${a.kind[i]}${a.microbatch[i] ?? ""}`;
+  return [
+    `${name}: ${KINDS[a.kind[i]] || a.kind[i]} of microbatch ${a.microbatch[i] ?? "-"} on stage ${a.stage[i]}`,
+    `${time(a.start[i])} to ${time(a.end[i])}: ${time(a.end[i] - a.start[i])}` + (a.padded[i] ? ` (${time(a.padded[i])} emulated)` : ""),
+    `Started then because: ${a.reason[i]}`,
+    a.waited_for[i] ? `Waited for: ${a.waited_for[i]}` : "Did not wait",
+    `In flight: ${a.in_flight[i]}` + (a.critical[i] ? ". On the critical path" : ""),
+  ];
+}
+function waitLines(call, i) {
+  const w = call.waits, cause = w.cause[i];
+  return [
+    `rank ${w.rank[i]} idle: ${cause}`,
+    `${time(w.start[i])} to ${time(w.end[i])}: ${time(w.end[i] - w.start[i])}`,
+    CAUSES[cause] ? CAUSES[cause][1] : "",
+    w.culprit[i] ? `Waited for: ${w.culprit[i]}` : "",
+  ].filter(Boolean);
+}
+function tip(lines, x, y) {
+  const box = get("tip");
+  box.hidden = !lines;
+  if (!lines) return;
+  box.replaceChildren(...lines.map((line, i) => make(i ? "div" : "b", {}, line)));
+  const { width, height } = box.getBoundingClientRect();
+  box.style.left = Math.max(4, Math.min(x + 14, innerWidth - width - 8)) + "px";
+  box.style.top = (y + 18 + height > innerHeight ? Math.max(4, y - height - 12) : y + 18) + "px";
+}
+
+function verdict(call) {
+  const [first, ...others] = call.findings, idea = call.suggestion;
+  const evidence = (finding) => (finding.evidence.length ? make("p", { className: "evidence" }, finding.evidence.join(" \u00b7 ")) : null);
+  get("verdict").replaceChildren(
+    make("p", { className: "first" }, first.text),
+    ...[evidence(first)].filter(Boolean),
+    ...(others.length ? [make("ul", {}, ...others.map((each) => make("li", {}, each.text, evidence(each))))] : []),
+    ...(idea ? [make("p", { className: "try" }, make("b", {}, "Try: "), idea.text, ...(idea.flags ? [make("br"), make("code", {}, idea.flags)] : []))] : []),
+  );
+}
+
+function figures(calls) {
+  const several = calls.length > 1, both = (value) => calls.map(value).join(" | ");
+  const peaks = (call) => { const all = Object.values(call.peak_in_flight); return all.length > 8 ? `${Math.max(...all)} to ${Math.min(...all)}` : all.join(" "); };
+  const largest = (call) => { const [[name, value] = ["none", 0]] = Object.entries(call.critical_totals); return `${percent(value / call.seconds)} ${name}`; };
+  const shown = [
+    [both((call) => time(call.seconds)), several ? `iteration (${(calls[0].seconds / calls[1].seconds).toFixed(2)}x the second's time)` : "iteration"],
+    [both((call) => percent(call.computing)), "of the ranks' time is computing" + (calls[0].emulated > 0.005 ? ` (${percent(calls[0].emulated)} of it emulated)` : "")],
+    [both((call) => percent(1 - call.computing)), "idle (bubble)"],
+    [both((call) => Math.max(...Object.values(call.peak_in_flight), 0)), `peak in flight; per rank ${both(peaks)}`],
+    [both(largest), "largest part of the critical path"],
+  ];
+  get("figures").replaceChildren(...shown.map(([value, name]) => make("div", { className: "figure" }, make("b", {}, value), make("span", {}, name))));
+}
+
+function utilisation(call) {
+  const ranks = Object.entries(call.utilisation);
+  const rows = ranks.map(([rank, parts]) => {
+    const whole = Math.max(sum(Object.values(parts)), 1e-12), label = named(+rank, call);
+    const marked = call.stages.some((stage) => call.rank_of[stage] === +rank && call.markedStages.has(stage));
+    const pieces = Object.entries(parts).filter(([, value]) => value > 0).map(([part, value]) => make("span", {
+      title: `${label}: ${part} ${time(value)}, ${percent(value / whole)}`,
+      style: { width: 100 * value / whole + "%", background: `var(--${part === "compute" ? "F" : causeVariable(part)})` },
+    }));
+    return make("div", { className: "row" }, make("span", { className: marked ? "alarm" : "" }, (marked ? "\u25b2 " : "") + label),
+      make("div", { className: "stack", role: "img", ariaLabel: pieces.map((each) => each.title).join("; ") }, ...pieces), make("span", {}, percent((parts.compute || 0) / whole)));
+  });
+  const used = new Set(ranks.flatMap(([, parts]) => Object.keys(parts).filter((part) => parts[part] > 0)));
+  const legend = make("div", { className: "legend" }, make("span", {}, swatch("F"), "computing"),
+    ...Object.keys(CAUSES).filter((cause) => used.has(cause)).map((cause) => make("span", {}, swatch(causeVariable(cause)), cause)));
+  get("utilisation").replaceChildren(legend, make("div", { className: rows.length > 24 ? "scroll" : "" }, ...rows));
+}
+
+const bar = (share) => make("td", {}, make("span", { className: "part", style: { width: Math.max(1, 70 * share) + "px" } }), percent(share));
+
+function bubbles(call) {
+  const totals = new Map(), worst = new Map();
+  for (const [rank, parts] of Object.entries(call.bubbles)) {
+    for (const [cause, value] of Object.entries(parts)) {
+      totals.set(cause, (totals.get(cause) || 0) + value);
+      if (!worst.has(cause) || value > worst.get(cause)[1]) worst.set(cause, [rank, value]);
+    }
+  }
+  const idle = Math.max(sum([...totals.values()]), 1e-12), ranks = Object.keys(call.bubbles).length;
+  const rows = [...totals].filter(([, value]) => value > 0).sort((a, b) => b[1] - a[1]).map(([cause, value]) => ({
+    cells: [make("td", { className: "wide" }, swatch(causeVariable(cause)), make("b", {}, cause), make("div", { className: "quiet" }, (CAUSES[cause] || ["", ""])[1])),
+      time(value / ranks), bar(value / idle), `${named(+worst.get(cause)[0], call)}: ${time(worst.get(cause)[1])}`],
+  }));
+  get("bubbles").replaceChildren(rows.length ? table(["cause", "per rank", "share", "most on"], rows) : make("p", { className: "quiet" }, "No rank was ever idle."));
+}
+
+function critical(call, pick) {
+  const { name, what, start, end } = call.critical_path, totals = Object.entries(call.critical_totals).map(([part, value]) => ({
+    cells: [make("td", { className: "wide" }, part), time(value), bar(value / call.seconds)] }));
+  const most = 500, order = [...name.keys()].sort((a, b) => end[b] - start[b] - (end[a] - start[a])).slice(0, most).sort((a, b) => start[a] - start[b]);
+  const steps = order.map((i) => ({ cells: [name[i], what[i], time(start[i]), time(end[i] - start[i])], go: [start[i], end[i]] }));
+  const label = name.length > most ? `The ${most} longest of ${name.length} steps, in order` : `All ${name.length} steps, in order`;
+  get("critical").replaceChildren(
+    make("p", { className: "quiet" }, "The chain of actions, messages and pauses that set the length of this call. Only what is on it can make the call shorter."),
+    table(["on the path", "time", "share"], totals), make("details", {}, make("summary", {}, label), table(["step", "what", "from", "time"], steps, pick)));
+}
+
+// Steps (time, value) as the points of an area, at most one step a pixel: the highest value in it.
+function curve(steps, length, most) {
+  const width = 600, height = 30, peaks = new Map();
+  let value = 0, path = `M0 ${height}`;
+  for (const [at, n] of steps) { const x = Math.round(width * at / length); peaks.set(x, Math.max(n, peaks.get(x) || 0)); peaks.set(x + 0.5, n); }
+  for (const [x, n] of peaks) { if (n !== value) path += `H${x}V${(height - 1 - (height - 2) * n / most).toFixed(1)}`; value = n; }
+  return `${path}H${width}V${height}Z`;
+}
+function inFlight(call) {
+  const most = Math.max(1, ...Object.values(call.in_flight).flat().map((step) => step[1]));
+  const curves = call.stages.filter((stage) => call.in_flight[stage]).slice(0, 128).map((stage) => {
+    const steps = call.in_flight[stage], peak = Math.max(0, ...steps.map((step) => step[1]));
+    const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg"), path = document.createElementNS("http://www.w3.org/2000/svg", "path");
+    svg.setAttribute("viewBox", "0 0 600 30");
+    svg.setAttribute("preserveAspectRatio", "none");
+    svg.setAttribute("role", "img");
+    svg.setAttribute("aria-label", `stage ${stage}: at most ${peak} in flight`);
+    path.setAttribute("d", curve(steps, call.seconds, most));
+    svg.append(path);
+    return make("div", { className: "curve" }, `stage ${stage}: at most ${peak}`, svg);
+  });
+  get("inflight").replaceChildren(make("p", { className: "quiet" }, `Activations that a stage holds over the call; every curve is ${most} high.`), make("div", { className: "curves" }, ...curves));
+}
+
+function spread(target, rows, head, marked, empty) {
+  const usual = new Map();
+  for (const kind of new Set(rows.map((each) => each.kind))) {
+    const middle = rows.filter((each) => each.kind === kind).map((each) => each.p50).sort((a, b) => a - b);
+    usual.set(kind, middle[middle.length >> 1]);
+  }
+  const lines = rows.map((each) => {
+    const ratio = usual.get(each.kind) ? each.p50 / usual.get(each.kind) : 1, mark = marked(each);
+    return { cells: [make("td", { className: mark ? "alarm" : "" }, (mark ? "\u25b2 " : "") + each.where), each.n, time(each.p5), time(each.p50), time(each.p95),
+      make("td", { className: mark ? "alarm" : "" }, ratio.toFixed(2) + "x"), percent(each.variability)] };
+  });
+  get(target).replaceChildren(rows.length ? table([head, "n", "p5", "median", "p95", "to usual", "spread"], lines) : make("p", { className: "quiet" }, empty),
+    make("p", { className: "quiet" }, "To usual: the median over the median of all rows of the same kind. Spread: (p95 - p5) / median."));
+}
+
+function notes(call) {
+  const clocks = Object.entries(call.clocks).map(([host, error]) => `Clock of ${host}: may be off by ${time(error)} against the first host's; so may every message between them.`);
+  get("notes").replaceChildren(...[...call.notes, ...clocks].map((text) => make("p", { className: "quiet" }, text)),
+    make("p", { className: "quiet" }, `Call ${call.call}: ${call.stages.length} stages, ${new Set(Object.values(call.rank_of)).size} ranks, ${call.microbatches} microbatches`
+      + (call.mode ? `, ran under ${call.mode}` : "") + (call.forward_only ? ", forward only" : "") + "."));
+}
+
+function show(runs, number) {
+  const call = prepare(runs[0].calls[number]), calls = [call, ...runs.slice(1).map((run) => prepare(run.calls[0]))];
+  tip(null);
+  verdict(call);
+  figures(calls);
+  const view = new View(Math.max(...calls.map((each) => each.seconds), 1e-6)), names = calls.length > 1 ? runs.map((run) => run.title) : [];
+  get("timelines").replaceChildren();
+  calls.forEach((each, i) => {
+    const canvas = make("canvas", { id: i ? "timeline" + (i + 1) : "timeline" });
+    get("timelines").append(...(names[i] ? [make("div", { className: "name" }, `${names[i]}, call ${each.call}`)] : []), canvas);
+    new Timeline(canvas, each, view, { marked: each.markedStages, tip });
+  });
+  const toggle = make("button", { id: "toggle", type: "button", ariaPressed: "false" }, "Critical path");
+  toggle.onclick = () => { view.critical = !view.critical; toggle.ariaPressed = String(view.critical); view.redraw(); };
+  const buttons = [["+", "zoom in", () => view.zoom(0.5)], ["\u2212", "zoom out", () => view.zoom(2)], ["\u2190", "earlier", () => view.pan(-0.3)],
+    ["\u2192", "later", () => view.pan(0.3)], ["Whole call", "show the whole call", () => view.set(0, view.length)]];
+  get("buttons").replaceChildren(toggle, ...buttons.map(([text, title, onclick]) => make("button", { type: "button", title, ariaLabel: title, onclick }, text)));
+  get("keys").textContent = "Wheel or drag: zoom. Shift-drag, sideways wheel or arrow keys: move. + \u2212 0 c: keys. Hover: why.";
+  const kinds = new Set(calls.flatMap((each) => each.actions.kind)), causes = new Set(calls.flatMap((each) => each.waits.cause));
+  get("legend").replaceChildren(
+    ...[...Object.keys(KINDS), ...kinds].filter((kind, i, all) => kinds.has(kind) && all.indexOf(kind) === i).map((kind) => make("span", {}, swatch(kind in KINDS ? kind : "other"), `${kind} ${KINDS[kind] || ""}`)),
+    make("span", { className: "quiet" }, "idle:"),
+    ...Object.keys(CAUSES).filter((cause) => causes.has(cause)).map((cause) => make("span", { title: CAUSES[cause][1] }, swatch(causeVariable(cause), true), cause)));
+  utilisation(call);
+  bubbles(call);
+  critical(call, (start, end) => { if (!view.critical) toggle.click(); view.frame(start, end); get("timelines").scrollIntoView({ block: "nearest" }); });
+  inFlight(call);
+  spread("durations", call.durations, "stage, kind", (each) => call.markedStages.has(each.stage), "No action ran.");
+  spread("messages", call.latencies, "edge", (each) => call.markedEdges.has(each.where), "No message was traced.");
+  notes(call);
+  document.body.dataset.call = call.call;
+  return view;
+}
+
+const { runs } = JSON.parse(get("data").textContent);
+get("title").textContent = runs.map((run) => run.title).join(" beside ");
+get("choose").hidden = runs[0].calls.length < 2;
+get("calls").append(...runs[0].calls.map((call, i) => make("option", { value: i }, `${call.call}: ${time(call.seconds)}${call.forward_only ? ", forward only" : ""}`)));
+get("calls").onchange = () => { view = show(runs, +get("calls").value); };
+let view = show(runs, 0);
+// Print is always light; the canvas has to be drawn again in the other palette, at once, before the page is printed.
+for (const query of [matchMedia("(prefers-color-scheme: dark)"), matchMedia("print")]) {
+  query.addEventListener("change", () => { palette.clear(); view.drawers.forEach((draw) => draw()); });
+}
