@@ -1,8 +1,15 @@
 """Lower bounds: what no schedule can beat, whatever it knows about the call in advance."""
 
+import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from rrfp.simulate.costs import Costs
+
+_ROUNDS = 8  # of sharpening: each is valid, the later ones gain little
+_THRESHOLDS = 256  # per stage and round: any choice of them is valid, more are sharper
 
 
 @dataclass(frozen=True)
@@ -30,59 +37,201 @@ def lower_bound(costs: Costs, *, split: bool) -> Bound:
     Args:
         split: the backward runs as I and W. Then only the last I has a drain (I down the chain, then a W); W itself has none.
     """
-    times = Times(costs, split=split)
+    windows = _Windows(costs, split=split)
+    windows.propagate()
     stage = 0.0
-    for stages in (costs.placement.stages_of(rank) for rank in range(costs.placement.ranks)):
-        fill = min(times.head["F", stages[0], m] for m in range(costs.microbatches))
-        # Every set of its actions is a bound: the earliest start, the sum, the least that has to follow. With W, and without.
-        for kinds in times.kinds[1:]:
-            counted = times.kinds[:times.kinds.index(kinds) + 1]
-            work = sum(costs.durations[kind, s, m] for kind in counted for s in stages for m in range(costs.microbatches))
-            drain = min(times.tail[kind, s, m] for kind in counted for s in stages for m in range(costs.microbatches))
+    for rank in range(costs.placement.ranks):
+        stages = list(costs.placement.stages_of(rank))
+        fill = windows.head["F"][stages].min()
+        # Any set of its actions is a bound: earliest start, their sum, the least that has to follow. With W, and without.
+        for count in range(2, len(windows.kinds) + 1):
+            work = sum(windows.duration[kind][stages].sum() for kind in windows.kinds[:count])
+            drain = min(windows.tail[kind][stages].min() for kind in windows.kinds[:count])
             stage = max(stage, fill + work + drain)
-    chain = max(times.head["F", 0, m] + costs.durations["F", 0, m] + times.tail["F", 0, m] for m in range(costs.microbatches))
-    return Bound(stage, chain)
+    chain = (windows.head["F"] + windows.duration["F"] + windows.tail["F"]).max()
+    return Bound(float(stage), float(chain))
 
 
-class Times:
-    """Heads and tails of every action by data dependencies alone.
+def tight_bound(costs: Costs, *, split: bool, limits: Sequence[int], order: str = "microbatch") -> float:
+    """Seconds that no schedule can beat that keeps the limits and, unless `order` is "free", microbatch order.
+
+    Heads and tails of every action follow from data, message delays, microbatch order and the limit (F of microbatch m waits until
+    that of m - limit is released), and from the actions that must run before or after it on its own stage, one at a time. The
+    bound is the longest, over ranks, of the preemptive one-machine problem with these heads and tails (Jackson's schedule).
+
+    With microbatch order it makes no difference how many lanes there are: a message that overtakes another waits for it all the same.
+    In free order the limits are not looked at.
+
+    Args:
+        split: the backward runs as I and W.
+        limits: activations in flight per rank, as `Policy.limits` gives them.
+        order: "microbatch", "megatron" (taken as "microbatch") or "free".
+    """
+    windows = _Windows(costs, split=split, limits=limits, order=order)
+    before = 0.0
+    for _ in range(_ROUNDS):
+        windows.propagate()
+        if order != "free":
+            windows.sharpen()
+        after = windows.total()
+        if after <= before * (1 + 1e-9):
+            break
+        before = after
+    windows.propagate()
+    kinds, head, duration, tail = windows.kinds, windows.head, windows.duration, windows.tail
+    longest = max(float((head[kind] + duration[kind] + tail[kind]).max()) for kind in kinds)
+    for rank in range(costs.placement.ranks):
+        stages = list(costs.placement.stages_of(rank))
+        jobs = [np.concatenate([of[kind][stages].ravel() for kind in kinds]).tolist() for of in (head, duration, tail)]
+        longest = max(longest, _preemptive(*jobs))
+    return max(longest, lower_bound(costs, split=split).seconds)
+
+
+class _Windows:
+    """Heads and tails of all actions: by kind, arrays of (stage, microbatch).
 
     head: seconds from the begin of the call before which the action cannot start.
     tail: seconds that pass at least between its end and the end of the call.
+
+    Without limits they follow from data and delays alone.
     """
 
-    def __init__(self, costs: Costs, *, split: bool):
+    def __init__(self, costs: Costs, *, split: bool, limits: Sequence[int] | None = None, order: str = "free"):
         self.kinds = "FIW" if split else "FB"
-        self.head: dict[tuple[str, int, int], float] = {}
-        self.tail: dict[tuple[str, int, int], float] = {}
-        durations, delays, last = costs.durations, costs.delays, costs.stages - 1
-        owner, back = costs.placement.owners, self.kinds[1]
+        shape = self.stages, self.microbatches = costs.stages, costs.microbatches
 
-        def late(kind: str, source: int, stage: int, m: int) -> float:
-            # Between two stages of one rank there is no message.
-            return delays[kind, stage, m] if owner[source] != owner[stage] else 0.0
+        def array(table, kind: str) -> np.ndarray:
+            return np.array([table[kind, s, m] for s in range(shape[0]) for m in range(shape[1])], float).reshape(shape)
 
-        for m in range(costs.microbatches):
-            now = 0.0
-            for s in range(costs.stages):
-                now += late("F", s - 1, s, m) if s else 0.0
-                self.head["F", s, m] = now
-                now += durations["F", s, m]
-            for s in range(last, -1, -1):
-                now += late("B", s + 1, s, m) if s < last else 0.0
-                self.head[back, s, m] = now
-                now += durations[back, s, m]
-                if split:
-                    self.head["W", s, m] = now
-            left = 0.0
-            for s in range(costs.stages):
-                if s:
-                    left += late("B", s, s - 1, m) + durations[back, s - 1, m]
-                if split:
-                    self.tail["W", s, m] = 0.0
-                    left = max(left, durations["W", s, m])
-                self.tail[back, s, m] = left
-            left += durations[back, last, m]
-            for s in range(last, -1, -1):
-                self.tail["F", s, m] = left
-                left += durations["F", s, m] + (late("F", s - 1, s, m) if s else 0.0)
+        self.duration = {kind: array(costs.durations, kind) for kind in self.kinds}
+        self.head = {kind: np.zeros(shape) for kind in self.kinds}
+        self.tail = {kind: np.zeros(shape) for kind in self.kinds}
+        owners = np.array(costs.placement.owners)
+        apart = (owners[1:] != owners[:-1])[:, None]  # between two stages of one rank there is no message
+        self._late_f = array(costs.delays, "F")[1:] * apart  # [s]: from stage s to s + 1
+        self._late_b = array(costs.delays, "B")[:-1] * apart  # [s]: from stage s + 1 to s
+        self._ordered = limits is not None and order != "free"
+        self._starts = limits is not None and order == "free"
+        self._limit = [min(limits[rank], self.microbatches) for rank in owners] if self._ordered else []
+
+    def total(self) -> float:
+        return sum(float(side[kind].sum()) for side in (self.head, self.tail) for kind in self.kinds)
+
+    def propagate(self) -> None:
+        """Longest paths through the precedences, from both ends."""
+        self._heads()
+        self._tails()
+
+    def _heads(self) -> None:
+        stages, ordered, last = self.stages, self._ordered, self.kinds[-1]
+        back = self.kinds[1]
+        for m in range(self.microbatches):
+            forward, backward = self.head["F"][:, m], self.head[back][:, m]
+            if ordered and m:
+                for kind in self.kinds:
+                    np.maximum(self.head[kind][:, m], self.head[kind][:, m - 1] + self.duration[kind][:, m - 1],
+                               out=self.head[kind][:, m])
+                for s, limit in enumerate(self._limit):
+                    if m >= limit:
+                        forward[s] = max(forward[s], self.head[last][s, m - limit] + self.duration[last][s, m - limit])
+            elif self._starts and m:
+                # In free order, too, every stage starts with microbatch 0.
+                np.maximum(forward, self.head["F"][:, 0] + self.duration["F"][:, 0], out=forward)
+            up, took = forward.tolist(), self.duration["F"][:, m].tolist()
+            late = self._late_f[:, m].tolist()
+            for s in range(1, stages):
+                up[s] = max(up[s], up[s - 1] + took[s - 1] + late[s - 1])
+            forward[:] = up
+            down, gave = np.maximum(backward, forward + self.duration["F"][:, m]).tolist(), self.duration[back][:, m].tolist()
+            late = self._late_b[:, m].tolist()
+            for s in range(stages - 2, -1, -1):
+                down[s] = max(down[s], down[s + 1] + gave[s + 1] + late[s])
+            backward[:] = down
+            if last == "W":
+                np.maximum(self.head["W"][:, m], backward + self.duration["I"][:, m], out=self.head["W"][:, m])
+
+    def _tails(self) -> None:
+        stages, ordered, last = self.stages, self._ordered, self.kinds[-1]
+        back = self.kinds[1]
+        for m in reversed(range(self.microbatches)):
+            forward, backward, freed = (self.tail[kind][:, m] for kind in ("F", back, last))
+            if ordered and m + 1 < self.microbatches:
+                for kind in self.kinds:
+                    np.maximum(self.tail[kind][:, m], self.tail[kind][:, m + 1] + self.duration[kind][:, m + 1],
+                               out=self.tail[kind][:, m])
+                for s, limit in enumerate(self._limit):
+                    if m + limit < self.microbatches:
+                        freed[s] = max(freed[s], self.tail["F"][s, m + limit] + self.duration["F"][s, m + limit])
+            if last == "W":
+                np.maximum(backward, self.tail["W"][:, m] + self.duration["W"][:, m], out=backward)
+            down, gave = backward.tolist(), self.duration[back][:, m].tolist()
+            late = self._late_b[:, m].tolist()
+            for s in range(1, stages):
+                down[s] = max(down[s], down[s - 1] + gave[s - 1] + late[s - 1])
+            backward[:] = down
+            up, took = np.maximum(forward, backward + self.duration[back][:, m]).tolist(), self.duration["F"][:, m].tolist()
+            late = self._late_f[:, m].tolist()
+            for s in range(stages - 2, -1, -1):
+                up[s] = max(up[s], up[s + 1] + took[s + 1] + late[s])
+            forward[:] = up
+
+    def sharpen(self) -> None:
+        """What must run before an action on its own stage takes its time there, one at a time; likewise after it.
+
+        In microbatch order the actions before F m are F 0..m-1 and all that was done to microbatches 0..m-limit, those before B m are
+        F 0..m, B 0..m-1, and so on; seen from the end it is the same with the kinds reversed.
+        """
+        kinds = self.kinds
+        for s, limit in enumerate(self._limit):
+            _push([self.head[k][s] for k in kinds], [self.duration[k][s] for k in kinds], limit)
+            ends = [self.tail[k][s][::-1] for k in reversed(kinds)]
+            _push(ends, [self.duration[k][s][::-1] for k in reversed(kinds)], limit)
+
+
+def _push(heads: list[np.ndarray], durations: list[np.ndarray], limit: int) -> None:
+    """Raise the heads of one stage's actions, in place: kinds in the order in which they run, each by microbatch.
+
+    For a time t, all actions before a given one whose own head is at least t follow each other after t.
+    """
+    count = len(heads[0])
+    every = np.concatenate(heads)
+    times = np.unique(every)
+    if len(times) > _THRESHOLDS:
+        times = times[np.linspace(0, len(times) - 1, _THRESHOLDS).astype(int)]
+    sums = [np.concatenate([[0.0], np.cumsum(taken)]) for taken in durations]
+    # Heads of a kind ascend with the microbatch: those of at least t are all from the first such on.
+    skipped = [total[np.searchsorted(own, times)] for own, total in zip(heads, sums, strict=True)]
+    microbatch = np.arange(count)
+    raised = []
+    for target in range(len(heads)):
+        ends = np.zeros((count, len(times)))
+        for kind, (total, before) in enumerate(zip(sums, skipped, strict=True)):
+            # How many of `kind` run before microbatch m of `target`.
+            ahead = microbatch + (kind < target) if kind <= target else np.maximum(microbatch - limit + 1, 0)
+            ends += np.maximum(total[ahead][:, None] - before[None, :], 0.0)
+        # A time after which nothing has to run says nothing.
+        raised.append(np.where(ends > 0, ends + times[None, :], 0.0).max(axis=1))
+    for head, floor in zip(heads, raised, strict=True):
+        np.maximum(head, floor, out=head)
+
+
+def _preemptive(heads: list[float], durations: list[float], tails: list[float]) -> float:
+    """Jackson's preemptive schedule: of what is released the job with the longest tail runs. No one-machine schedule is shorter."""
+    release = sorted(range(len(heads)), key=heads.__getitem__)
+    left, ready, now, longest, at = list(durations), [], 0.0, 0.0, 0
+    while at < len(release) or ready:
+        if not ready:
+            now = max(now, heads[release[at]])
+        while at < len(release) and heads[release[at]] <= now:
+            heapq.heappush(ready, (-tails[release[at]], release[at]))
+            at += 1
+        tail, job = ready[0]
+        until = heads[release[at]] if at < len(release) else float("inf")
+        if now + left[job] <= until:
+            now += left[job]
+            heapq.heappop(ready)
+            longest = max(longest, now - tail)
+        else:
+            left[job] -= until - now
+            now = until
+    return longest
