@@ -1,14 +1,21 @@
 """Explains one call of a trace. `analyse` returns plain data: `dataclasses.asdict` of it is JSON.
 
-Times are seconds from the call's begin, on the timeline's clock; actions and edges are in their notation (`2F0`, `1>2`).
+Times are seconds from the call's begin; actions and edges are in their notation (`2F0`, `1>2`); keys of mappings are text.
 """
 
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-CAUSES = (
-    "warm-up", "drain", "late message", "slow upstream", "slow downstream", "memory limit", "fixed order", "announced wait", "runtime",
-)
-"""What a rank was idle for, in the order of reports. A rank that was lost inside the call has `lost` besides."""
+from rrfp.errors import ConfigurationError
+from rrfp.report.causes import CAUSES, Explanation, Wait
+from rrfp.report.critical_path import Segment, critical_path, totals
+from rrfp.report.findings import Finding, Suggestion, find, suggest
+from rrfp.report.spread import Spread, spread
+from rrfp.report.steps import Graph, graph
+from rrfp.trace.files import Timeline
+
+__all__ = ["CAUSES", "ActionReport", "Analysis", "Finding", "Segment", "Spread", "Suggestion", "Wait", "analyse"]
 
 
 @dataclass(frozen=True)
@@ -27,86 +34,11 @@ class ActionReport:
     padded: float
     """Emulated seconds at its end."""
     reason: str
-    """What happened last before it could start: "after 2F3 ended", "input 1F4 arrived", "2B0 freed its memory"..."""
+    """What happened last before it could start: "after 2F3 ended", "input 1F4 arrived", "2B0 ended and freed its memory"..."""
     waited_for: str | None
     """The action or edge that the rank idled for just before, None if it did not idle."""
     critical: bool
     """On the critical path."""
-
-
-@dataclass(frozen=True)
-class Wait:
-    """A piece of a rank's idle time. The waits of a rank and its actions tile the call."""
-
-    rank: int
-    cause: str
-    """One of `CAUSES`, or `lost`."""
-    start: float
-    end: float
-    culprit: str | None
-    """Who owed what it waited for: an action (`1F4`), an edge (`1>2`), or None."""
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A piece of the critical path. Segments tile the call."""
-
-    name: str
-    """An action, `message 1>2 3` (edge and microbatch), or the cause of a pause."""
-    start: float
-    end: float
-    what: str
-    """`compute`, `message`, `announced wait` or `runtime`."""
-    rank: int
-    """Of a message: the receiver's."""
-    stage: int | None
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Order statistics of durations or latencies, in seconds."""
-
-    where: str
-    """A stage and kind like `2F`, or an edge like `1>2`."""
-    stage: int
-    """Of an edge: the source."""
-    kind: str
-    """`F`, `B`, ..., or `message`."""
-    n: int
-    p5: float
-    p50: float
-    p95: float
-    variability: float
-    """(p95 - p5) / p50, as the paper measured; 0 where p50 is 0."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something that costs time, in plain words."""
-
-    cause: str
-    """`straggler`, `late edge`, `limit`, `imbalance`, `jitter`, or `none` (the only finding then)."""
-    where: str
-    """`stage 3`, `edge 2>3`, `all ranks`..."""
-    text: str
-    """One sentence: what, where, how much."""
-    evidence: tuple[str, ...]
-    """The figures that it rests on, a line each."""
-    seconds: float
-    """What the call would gain without it, predicted; 0 for `none`."""
-
-
-@dataclass(frozen=True)
-class Suggestion:
-    """A way of running that the simulator predicts to be faster."""
-
-    text: str
-    mode: str
-    """In the notation of `rrfp.mode`."""
-    predicted_speedup: float
-    """Predicted seconds now over predicted seconds then."""
-    seconds: float
-    """Predicted seconds then."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +56,7 @@ class Analysis:
     """What it ran under, where the trace tells."""
     forward_only: bool
     rank_of: dict[str, int]
-    """Stage -> rank. (Keys of every mapping are text, as JSON has them.)"""
+    """Stage -> rank."""
     actions: list[ActionReport]
     """By start."""
     waits: list[Wait]
@@ -149,5 +81,122 @@ class Analysis:
     suggestion: Suggestion | None
     clocks: dict[str, float]
     """Host -> how wrong its clock may be against the first host's, seconds; empty for one host."""
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
     """What a reader should know: missing ranks, cut-off files."""
+
+
+def analyse(timeline: Timeline, *, call: int | None = None, simulations: bool = True) -> Analysis:
+    """Explains one call.
+
+    Args:
+        timeline: what `rrfp.trace.files.read` gives.
+        call: which one; default: the last training call that every rank completed, else the last one that any rank began.
+        simulations: False leaves out the suggestion and whatever else asks the simulator.
+
+    Raises:
+        ConfigurationError: no such call, or one in which no action ran.
+    """
+    number = _choose(timeline) if call is None else call
+    g = graph(timeline, number)
+    if not any(g.rows.values()):
+        raise ConfigurationError(f"call {number}: no rank ran an action in it, there is nothing to explain; name another with --call"
+                                 f" ({', '.join(map(str, timeline.calls))})")
+    explanation = Explanation(g)
+    path = critical_path(g)
+    on_path = {(segment.name, segment.rank) for segment in path if segment.what == "compute"}
+    bubbles = _bubbles(g, explanation.waits)
+    durations, latencies = _durations(g), _latencies(g)
+    findings = find(g, explanation, path)
+    return Analysis(
+        call=number,
+        begin=g.begin,
+        seconds=g.seconds,
+        stages=len(g.rank_of),
+        ranks=len(timeline.ranks),
+        microbatches=g.microbatches,
+        mode=g.mode,
+        forward_only=g.forward_only,
+        rank_of={str(stage): rank for stage, rank in g.rank_of.items()},
+        actions=_actions(g, explanation, on_path),
+        waits=explanation.waits,
+        utilisation={rank: {"compute": _computing(g, int(rank))} | parts for rank, parts in bubbles.items()},
+        critical_path=path,
+        critical_totals=totals(path),
+        bubbles=bubbles,
+        in_flight=_in_flight(g),
+        peak_in_flight={str(rank): max((step.in_flight for step in row), default=0) for rank, row in g.rows.items()},
+        durations=durations,
+        latencies=latencies,
+        findings=findings,
+        suggestion=suggest(g) if simulations else None,
+        clocks={},
+        notes=_notes(timeline, g),
+    )
+
+
+def _choose(timeline: Timeline) -> int:
+    try:
+        return timeline.typical_call()
+    except ConfigurationError:
+        if not timeline.calls:
+            raise ConfigurationError("the trace holds no call: the run ended before its first one began") from None
+        return timeline.calls[-1]
+
+
+def _actions(g: Graph, explanation: Explanation, on_path: set[tuple[str, int]]) -> list[ActionReport]:
+    found = []
+    for step in sorted(g.steps, key=lambda step: (step.start, step.rank)):
+        name, (reason, waited_for) = str(step.action), explanation.reasons[step]
+        found.append(ActionReport(name, *step.action[:2], step.rank, step.action.microbatch, step.start, step.end, step.in_flight,
+                                  step.padded, reason, waited_for, (name, step.rank) in on_path))
+    return found
+
+
+def _computing(g: Graph, rank: int) -> float:
+    return sum(step.end - step.start for step in g.rows[rank])
+
+
+def _bubbles(g: Graph, waits: Iterable[Wait]) -> dict[str, dict[str, float]]:
+    found = {str(rank): dict.fromkeys(CAUSES, 0.0) for rank in g.rows}
+    for wait in waits:
+        parts = found[str(wait.rank)]
+        parts[wait.cause] = parts.get(wait.cause, 0.0) + wait.end - wait.start
+    return found
+
+
+def _in_flight(g: Graph) -> dict[str, list[tuple[float, int]]]:
+    """A forward holds an activation from its start until its backward, or its weight gradient if that runs apart, has ended."""
+    changes: dict[int, list[tuple[float, int]]] = defaultdict(list)
+    for step in g.steps:
+        if step.action.kind == "F":
+            changes[step.action.stage].append((step.start, 1))
+        elif step.action.kind in ("B", "W"):
+            changes[step.action.stage].append((step.end, -1))
+    found = {}
+    for stage in g.rank_of:
+        held, steps = 0, [(0.0, 0)]
+        # Frozen stages and evaluation have no backward and hold nothing.
+        if any(change < 0 for _, change in changes[stage]):
+            for time, change in sorted(changes[stage]):
+                held += change
+                steps.append((time, held))
+        found[str(stage)] = steps
+    return found
+
+
+def _durations(g: Graph) -> list[Spread]:
+    values: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for step in g.steps:
+        values[step.action.stage, step.action.kind].append(step.end - step.start)
+    return [spread(f"{stage}{kind}", stage, kind, values[stage, kind]) for stage, kind in sorted(values)]
+
+
+def _latencies(g: Graph) -> list[Spread]:
+    return [spread(str(edge), edge.source, "message", [each.arrived - each.sent for each in messages])
+            for edge, messages in sorted(g.latencies.items())]
+
+
+def _notes(timeline: Timeline, g: Graph) -> list[str]:
+    notes = [f"rank {rank} is missing: it wrote no trace" for rank in timeline.missing]
+    notes += [f"rank {rank} is not in call {g.number}" for rank in sorted(set(timeline.ranks) - set(g.rows))]
+    return notes + list(timeline.notes)
