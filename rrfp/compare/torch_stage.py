@@ -13,54 +13,38 @@ what was drawn for that pair of ranks in that direction, whichever halves it con
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from datetime import timedelta
-from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
 
 from rrfp.action import Action, Edge
+from rrfp.compare.group import Job, Recorders, join_gloo
+from rrfp.compare.work import Work
 from rrfp.errors import ConfigurationError
 from rrfp.trace.recorder import Recorder
 
 TORCH_MODES = ("torch-1f1b", "torch-zbv")
 
 
-class Job(Protocol):
-    """What is read of a call. Seconds; delays by (kind F or B, receiving stage, microbatch), as `rrfp.compare.group.Job`."""
-
-    microbatches: int
-    durations: Mapping
-    delays: Mapping
-
-    def duration(self, action: Action) -> float: ...
-
-
-class TorchPipeline:
-    """One rank of PyTorch's schedules, in its process. Joins the default process group, or makes it (gloo) if there is none.
+class TorchStage:
+    """One rank of PyTorch's schedules, in its process: a baseline of `rrfp.compare.group`, for both of `TORCH_MODES`.
 
     Args:
         rank, ranks: this rank and their number, P.
-        directory: a directory that all ranks share, for the group's file store.
-        timeout: seconds after which a rank that waits for another gives up.
-        nbytes: size of every message.
+        directory: shared by the ranks, for the group's file store.
+        work: spends the actions' seconds.
+        timeout: seconds after which a rank that waits for another fails.
     """
 
-    def __init__(self, rank: int, ranks: int, directory: str, *, timeout: float, nbytes: int = 1 << 16):
-        self._rank, self._ranks, self._numbers = rank, ranks, max(1, nbytes // 8)
-        self._ready: dict[tuple[str, int], tuple] = {}
+    def __init__(self, rank: int, ranks: int, directory: str, *, work: Work, timeout: float = 120.0):
+        self._rank, self._ranks, self._work = rank, ranks, work
+        self._ready: dict[tuple[str, int, int], tuple] = {}
+        self._recorders = Recorders(rank, ranks)
         self._calls = 0
-        if not dist.is_initialized():
-            dist.init_process_group(
-                "gloo", init_method=f"file://{directory}/torch", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
+        join_gloo(rank, ranks, directory, timeout=timeout)
 
-    def prepare(self, mode: str, job: Job, recorder: Recorder | None = None) -> Callable[[], tuple[float, dict[str, int]]]:
+    def prepare(self, job: Job) -> Callable[[], tuple[float, dict[str, int]]]:
         """Everything that is not timed: buffers, connections, one call without durations. All ranks at once, as `go` itself.
-
-        Args:
-            mode: one of `TORCH_MODES`.
-            recorder: takes the actions, waits and messages of the call, made for this rank's `stages(mode, rank, ranks)`.
 
         Returns:
             go() -> (peak in flight in whole stages' worth: a half of `torch-zbv` counts 0.5, nanoseconds by cause as
@@ -69,23 +53,22 @@ class TorchPipeline:
         Raises:
             ConfigurationError: fewer microbatches than stages under `torch-1f1b`.
         """
-        check(mode, self._ranks, job.microbatches)
-        own = stages(mode, self._rank, self._ranks)
-        key = (mode, job.microbatches)
+        check(job.mode, self._ranks, job.microbatches)
+        own = stages(job.mode, self._rank, self._ranks)
+        key = (job.mode, job.microbatches, job.nbytes)
         if key not in self._ready:
-            self._ready[key] = self._make(mode, own, job.microbatches)
-            self._step(key, _Run(self._ranks, own, lambda action: 0.0, {}, Recorder(rank=self._rank, stages=own, directory=None)))
-        if recorder is None:
-            recorder = Recorder(rank=self._rank, stages=own, directory=None)
+            self._ready[key] = self._make(own, *key)
+            nowhere = Recorder(rank=self._rank, stages=own, directory=None)
+            self._step(key, _Run(self._ranks, own, lambda action: 0.0, {}, nowhere, self._work))
+        recorder = self._recorders.of(job, own)
 
         def duration(action: Action) -> float:
-            drawn = action._replace(stage=action.stage // len(own))
-            return _duration(job, drawn) / len(own)
+            return _duration(job, action._replace(stage=action.stage // len(own))) / len(own)
 
         def go():
-            run = _Run(self._ranks, own, duration, job.delays, recorder)
-            self._calls += 1
+            run = _Run(self._ranks, own, duration, job.delays, recorder, self._work)
             recorder.begin_call(self._calls, microbatches=job.microbatches, forward_only=False, now=time.monotonic())
+            self._calls += 1
             self._step(key, run)
             recorder.end_call(time.monotonic())
             peak = run.peak / len(own)
@@ -94,19 +77,17 @@ class TorchPipeline:
         return go
 
     def close(self) -> None:
-        """Leaves the process group if nobody has yet."""
         self._ready.clear()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        self._recorders.close()
 
-    def _make(self, mode: str, own: tuple[int, ...], microbatches: int) -> tuple:
-        count = self._ranks * len(own)
-        parts = [_EmulatedStage(stage, count, self._numbers) for stage in own]
+    def _make(self, own: tuple[int, ...], mode: str, microbatches: int, nbytes: int) -> tuple:
+        count, numbers = self._ranks * len(own), max(1, nbytes // 8)
+        parts = [_EmulatedStage(stage, count, numbers) for stage in own]
         schedule = (Schedule1F1B(parts[0], microbatches, loss_fn=_loss) if mode == "torch-1f1b" else
                     ScheduleZBVZeroBubble(parts, microbatches, loss_fn=_loss))
-        return schedule, parts, torch.zeros(microbatches, self._numbers, dtype=torch.float64)
+        return schedule, parts, torch.zeros(microbatches, numbers, dtype=torch.float64)
 
-    def _step(self, key: tuple[str, int], run: "_Run") -> None:
+    def _step(self, key: tuple[str, int, int], run: "_Run") -> None:
         schedule, parts, batch = self._ready[key]
         for part in parts:
             part.run = run
@@ -165,43 +146,46 @@ def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 class _Run:
     """One call of one rank: what its stages share. One thread."""
 
-    def __init__(self, ranks: int, stages: tuple[int, ...], duration: Callable[[Action], float], delays: Mapping, recorder: Recorder):
+    def __init__(
+        self, ranks: int, stages: tuple[int, ...], duration: Callable[[Action], float], delays: Mapping, recorder: Recorder, work: Work,
+    ):
         self.stages, self.recorder = stages, recorder
         self.counts: Counter[tuple[int, str]] = Counter()
         """Forwards, and backwards that released their activation, by stage."""
         self.peak = 0
-        self._held = 0
+        """Most activations held by all stages of the rank at once."""
+        self._held = dict.fromkeys(stages, 0)
         self._ranks, self._count = ranks, ranks * len(stages)
-        self._duration, self._delays = duration, delays
+        self._duration, self._delays, self._work = duration, delays, work
         self._idle_since = time.monotonic()
 
     def idle(self) -> None:
         """The rank has done what it had to between two actions: from here on it waits."""
         self._idle_since = time.monotonic()
 
-    def act(self, action: Action, message: torch.Tensor | None, work: Callable):
+    def act(self, action: Action, message: torch.Tensor | None, compute: Callable):
         kind, stage, microbatch = action
-        direction = "F" if kind == "F" else "B"
         if message is not None:
-            sent, (way, rank) = message.detach()[0, 0].item(), wire(self._ranks, stage, direction, count=self._count)
-            _sleep_until(sent + self._delays.get((way, rank, microbatch), 0.0))
+            direction = "F" if kind == "F" else "B"
+            late = self._delays.get((*wire(self._ranks, stage, direction, count=self._count), microbatch), 0.0)
+            time.sleep(max(0.0, message.detach()[0, 0].item() + late - time.monotonic()))
+            now = time.monotonic()
+            self.recorder.waited(direction, self._idle_since, now)
+            self.recorder.arrival(Edge(stage - 1 if kind == "F" else stage + 1, stage), microbatch, now)
         start = time.monotonic()
-        if message is not None:
-            self.recorder.waited(direction, self._idle_since, start)
-            source = stage - 1 if kind == "F" else stage + 1
-            self.recorder.arrival(Edge(source, stage), microbatch, start)
         if kind == "F":
-            self._held += 1
-            self.peak = max(self.peak, self._held)
             self.counts[stage, "F"] += 1
-        held = self._held
-        result = work()
-        _sleep_until(start + self._duration(action))
+            self._held[stage] += 1
+            self.peak = max(self.peak, sum(self._held.values()))
+        held = self._held[stage]
+        result = compute()
+        working = time.monotonic()
+        self._work.spend(start + self._duration(action) - working)
         if kind in ("B", "W"):
-            self._held -= 1
             self.counts[stage, "B"] += 1
+            self._held[stage] -= 1
         self._idle_since = time.monotonic()
-        self.recorder.action(action, start, self._idle_since, held)
+        self.recorder.action(action, start, self._idle_since, held, self._idle_since - working if self._work.emulated else 0.0)
         return result
 
 
@@ -272,7 +256,3 @@ class _EmulatedStage(PipelineStage):
         self.run.idle()
         return operations
 
-
-def _sleep_until(when: float) -> None:
-    if (left := when - time.monotonic()) > 0:
-        time.sleep(left)
