@@ -1,4 +1,4 @@
-"""The command line: `rrfp doctor`, `rrfp trace DIR`, `rrfp simulate POLICY`, and `python -m rrfp [--cpu] SCRIPT ...` under torchrun."""
+"""The command line: `rrfp doctor`, `rrfp trace DIR`, `rrfp simulate`, and `python -m rrfp [--cpu] SCRIPT ...` under torchrun."""
 
 import importlib
 import os
@@ -8,7 +8,12 @@ from collections.abc import Sequence
 from rrfp import __version__
 from rrfp.errors import RRFPError
 
-COMMANDS = {"doctor": "rrfp.doctor", "trace": "rrfp.trace.command", "simulate": "rrfp.simulate.__main__"}
+COMMANDS = {
+    "doctor": "rrfp.doctor",
+    "trace": "rrfp.trace.command",
+    "simulate": "rrfp.simulate.command",
+    "compare": "rrfp.compare.command",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

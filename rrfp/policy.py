@@ -97,7 +97,7 @@ class Policy:
         if self.hint in SPLIT_ONLY and not self.split:
             raise ConfigurationError(
                 f"--rrfp-hint {self.hint}: needs a backward split into I and W, which training has no flag for yet (simulate it: "
-                f"`rrfp simulate {self.hint}:2p-1:split`); use fill-alt or 1f1b")
+                f"`rrfp simulate --modes ready:{self.hint}:2p-1`); use fill-alt or 1f1b")
         if self._is_file:
             object.__setattr__(self, "hint", str(Path(self.hint).resolve()))  # whatever directory the run changes to
             _read(self.hint)

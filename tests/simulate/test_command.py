@@ -1,31 +1,115 @@
+"""`rrfp simulate`: what it prints and writes, and what it refuses."""
+
+import argparse
+import json
+import struct
+
 import pytest
 
-from rrfp.policy import Policy
-from rrfp.simulate.__main__ import main, parse_policy, parse_seeds
+from rrfp.simulate.command import main, parse_seeds
+
+SMALL = ["--stages", "2", "--microbatches", "4", "--unit", "1", "--seeds", "1"]
 
 
-@pytest.mark.parametrize("text, policy", [
-    ("alt", Policy(hint="alt")),
-    ("1f1b:eager:strict", Policy(hint="1f1b", limit="eager", mode="strict")),
-    ("bf:paper:32", Policy(hint="bf", limit="paper:32")),
-    ("fill-r:2p-1:split:free", Policy(hint="fill-r", limit="2p-1", split=True, order="free")),
-])
-def test_policies_in_one_word(text, policy):
-    assert parse_policy(text) == policy
+def said(capsys, *arguments):
+    assert main(arguments) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def refused(capsys, *arguments):
+    assert main(arguments) == 2
+    line, = capsys.readouterr().err.splitlines()
+    return line
 
 
 def test_seeds():
     assert list(parse_seeds("15-17")) == [15, 16, 17] and list(parse_seeds("3")) == [3]
+    with pytest.raises(argparse.ArgumentTypeError, match="like 15-44"):
+        parse_seeds("4-2")
 
 
-def test_the_table(capsys):
-    small = ["--ranks", "2", "--microbatches", "4", "--seeds", "1", "--scenarios", "uniform"]
-    assert main(["1f1b:1f1b:strict", "gpipe:8", *small, "--each"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "2 ranks, 1 chunks, 4 microbatches, 1 seeds" in lines[0]
-    assert lines[2].split()[:4] == ["1f1b:1f1b:strict", "2", "1.000", "1.000"] and lines[3].strip() == "uniform 1.000"
+@pytest.mark.parametrize("modes, split, seconds", [
+    (["strict:1f1b:1f1b", "strict:gpipe:32"], False, 117), (["strict:zb-h1:8", "strict:zb-h2:2p-1"], True, 103),
+])
+def test_closed_forms_at_full_size(capsys, modes, split, seconds):
+    lines = said(capsys, "--unit", "1", "--seeds", "0", "--modes", *modes)
+    assert lines[1] == f"no schedule can be faster than {seconds}.0000 s with a {'split' if split else 'whole'} backward"
+    for mode, line in zip(modes, lines[3:], strict=True):
+        assert line.split()[:5] == [mode, f"{seconds}.0000", "1.000", "1.000", "1.000"]
 
 
-def test_what_cannot_be_is_one_line(capsys):
-    assert main(["bfw", "--seeds", "1"]) == 2
-    assert capsys.readouterr().err.startswith("error: --rrfp-hint bfw: needs a backward split")
+def test_interleaved_closed_form(capsys):
+    lines = said(capsys, "--unit", "1", "--seeds", "0", "--chunks", "2", "--hint", "1f1b", "--mode", "strict")
+    assert [line.split()[1] for line in lines[3:]] == ["106.5000", "106.5000"]
+
+
+def test_the_modes_of_one_scenario(capsys, tmp_path):
+    target = tmp_path / "out.json"
+    lines = said(capsys, *SMALL, "--modes", "megatron-1f1b", "strict:1f1b:1f1b", "ready:fill-r:2p-1", "--json", str(target))
+    assert lines[0] == "2 ranks, 4 microbatches, scenario uniform, forward 1 s on average, seed 1, 1 lane"
+    assert lines[2].split()[:3] == ["mode", "seconds", "speed-up"]
+    assert lines[3].startswith("megatron-1f1b (modelled)") and lines[5].split()[:3] == ["ready:fill-r:2p-1", "13.0000", "1.154"]
+    content = json.loads(target.read_text())
+    assert (content["scenario"], content["stages"], content["microbatches"], content["bound_s"], content["split_bound_s"]) == (
+        "uniform", 2, 4, 15.0, 13.0)
+    modes = content["modes"]
+    assert [mode["median_s"] for mode in modes] == [15.0, 15.0, 13.0] and [mode["ratio"] for mode in modes[:2]] == [1.0, 1.0]
+    assert modes[1]["peak_in_flight"] == [2, 1]
+    assert all(sum(mode["shares"].values()) == pytest.approx(1) and mode["q1_s"] == mode["q3_s"] for mode in modes)
+    assert modes[1]["shares"] == pytest.approx({"computing": .8, "F": 1 / 30, "B": .1, "done": 2 / 30})
+
+
+def test_one_mode_option_by_option(capsys):
+    lines = said(capsys, *SMALL, "--hint", "fill-r", "--limit", "2p-1", "--order", "free", "--lanes", "2")
+    assert [line.split()[0] for line in lines[3:]] == ["strict:1f1b:1f1b", "ready:fill-r:2p-1:free"] and lines[0].endswith("2 lanes")
+
+
+def test_lanes_are_for_modes_that_do_not_say(capsys):
+    modes = "ready:alt:2p:free", "ready:alt:2p:free:lanes=4"
+    lines = said(capsys, "--scenario", "spikes", "--stages", "4", "--seeds", "0", "--lanes", "4", "--modes", *modes)
+    assert lines[3].split()[1:] == lines[4].split()[1:]
+    one = said(capsys, "--scenario", "spikes", "--stages", "4", "--seeds", "0", "--modes", *modes)
+    assert one[3].split()[1] > one[4].split()[1] == lines[4].split()[1]
+
+
+def test_the_picture(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    target = tmp_path / "out.png"
+    said(capsys, *SMALL, "--modes", "strict:1f1b:1f1b", "ready:fill-r:2p-1", "--picture", str(target))
+    assert target.read_bytes()[:4] == b"\x89PNG" and struct.unpack(">I", target.read_bytes()[16:20])[0] > 1000
+
+
+def test_all_scenarios(capsys):
+    lines = said(capsys, *SMALL, "--scenario", "all", "--each", "--modes", "strict:1f1b:1f1b", "ready:gpipe:8")
+    assert "2 ranks, 4 microbatches, 15 scenarios, 1 seeds, 1 lane; time of strict:1f1b:1f1b" in lines[0]
+    assert lines[2].split() == ["strict:1f1b:1f1b", "2", "1.000", "1.000", "1.000", "1.000"]
+    assert lines[3].split()[:2] == ["uniform", "1.000"] and "paper-multimodal" in lines[5]
+
+
+def test_some_scenarios_none_of_them_calm(capsys):
+    assert said(capsys, *SMALL, "--scenario", "spikes", "J3")[2].split()[3] == "-"
+
+
+def test_a_file_is_a_scenario(capsys, tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"F": 1.0, "B": {"mean": [2.0, 4.0]}}))
+    assert said(capsys, *SMALL, "--costs", str(path), "--hint", "1f1b")[3].split()[1] == f"{1 + 4 * 5 + 2:.4f}"
+    assert "these costs know only the whole backward" in refused(capsys, *SMALL, "--scenario", str(path), "--hint", "bfw")
+
+
+@pytest.mark.parametrize("arguments, text", [
+    (["--hint", "nope"], "--rrfp-hint nope: is neither a hint nor a file"),
+    (["--modes", "alt:2p"], "--modes alt:2p: must begin with ready:HINT or strict:HINT"),
+    (["--modes", "ready:alt:2p", "--hint", "alt"], "--hint: says what --modes says already"),
+    (["--limit", "2p"], "--limit: belongs to --hint"),
+    (["--scenario", "sunny"], "scenario sunny: there is no such scenario; choose one of uniform"),
+    (["--scenario", "gone.json"], "scenario gone.json: cannot be read"),
+    (["--scenario", "all", "--json", "x"], "--scenario all: --json, --picture and --search are for one scenario"),
+    (["--search"], "--search: needs --memory-bound N"),
+    (["--memory-bound", "8"], "--memory-bound 8: is what --search keeps to"),
+    (["--search", "--memory-bound", "8", "--hint", "alt"], "--hint: is what --search looks for"),
+    (["--chunks", "2", "--modes", "megatron-1f1b"], "megatron-1f1b, 2 chunks: only Megatron's schedule for one chunk"),
+    (["--trace", "/nowhere"], "/nowhere holds no trace"),
+])
+def test_what_is_refused_is_one_line(capsys, arguments, text):
+    assert text in refused(capsys, *arguments)

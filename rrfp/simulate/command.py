@@ -1,0 +1,344 @@
+"""`rrfp simulate`: the schedulers of training under a virtual clock. Nothing is run for real."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import exp, log
+from pathlib import Path
+from statistics import median, quantiles
+
+from rrfp.errors import ConfigurationError
+from rrfp.mode import mode_name, parse_mode
+from rrfp.policy import Policy
+from rrfp.simulate.bounds import lower_bound, tight_bound
+from rrfp.simulate.clock import Result
+from rrfp.simulate.costs import Costs, from_scenario
+from rrfp.simulate.rendezvous import simulate_megatron_1f1b
+from rrfp.simulate.scenarios import CALM, LEVELS, SCENARIOS, check_scenario
+from rrfp.simulate.timeline import timeline_of, waits_of
+
+MEGATRON = "megatron-1f1b"
+BASELINE = "strict:1f1b:1f1b"
+TIGHT_UP_TO = 20_000
+"""Stages x microbatches up to which the tight bound is worked out: a few seconds."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A mode and how to simulate it. `policy` is None for Megatron's own schedule, which is modelled."""
+
+    name: str
+    policy: Policy | None
+    run: Callable[[Costs], Result]
+
+    @property
+    def split(self) -> bool:
+        return self.policy is not None and self.policy.split
+
+    def limits(self, costs: Costs) -> list[int]:
+        return (self.policy or parse_mode(BASELINE)).limits(costs.placement, costs.microbatches)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one way did over the seeds. Ratios are medians of per-seed ratios.
+
+    ratio: seconds of the first mode / seconds of this one: above 1 is faster.
+    over_bound, over_tight: seconds / bound, at least 1. over_tight is None where it was not worked out.
+    shares: of all ranks' time: computing, waiting for F, waiting for B, done (after its last action, until the call ends).
+    peaks: most activations in flight per rank, over the seeds.
+    """
+
+    name: str
+    seconds: list[float]
+    ratio: float
+    over_bound: float
+    over_tight: float | None
+    shares: dict[str, float]
+    peaks: list[int]
+
+
+def parse_seeds(text: str) -> range:
+    """`15-44` or `15`."""
+    low, _, high = text.partition("-")
+    if not (low.isdecimal() and (high or low).isdecimal() and int(low) <= int(high or low)):
+        raise argparse.ArgumentTypeError(f"{text!r}: write a seed like 15, or a range like 15-44")
+    return range(int(low), int(high or low) + 1)
+
+
+def at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
+    return int(text)
+
+
+def above_zero(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number above 0")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rrfp simulate", description=__doc__.split(": ", 1)[1])
+    what = parser.add_argument_group("the call")
+    what.add_argument("--stages", type=at_least_one, metavar="P", help="ranks in the pipeline (default 8; from a trace: its own)")
+    what.add_argument("--microbatches", type=at_least_one, metavar="M", help="default 32; from a trace: its own")
+    what.add_argument("--chunks", type=at_least_one, default=1, metavar="C",
+                      help="stages per rank, interleaved as Megatron does; each costs 1/C of the unit")
+    what.add_argument("--scenario", "--costs", nargs="+", default=["uniform"], metavar="NAME",
+                      help=f"{', '.join((*SCENARIOS, *LEVELS))}, a JSON file of your own, or all; several make a table of ratios")
+    what.add_argument("--unit", type=above_zero, default=0.02, metavar="SECONDS", help="mean seconds of a rank's forward (default 0.02)")
+    what.add_argument("--seeds", type=parse_seeds, default=range(15, 20), metavar="A-B", help="draws, default 15-19")
+    what.add_argument("--trace", type=Path, metavar="DIR", help="instead of a scenario: what a traced run cost")
+    what.add_argument("--call", type=int, metavar="N", help="of the trace (default: the last complete one)")
+    how = parser.add_argument_group("the ways of running it; the first is what the others are compared with")
+    how.add_argument("--modes", nargs="+", metavar="MODE",
+                     help=f"ready:HINT[:LIMIT] or strict:HINT[:LIMIT], then any of :split, :free, :lanes=N; or {MEGATRON} (modelled)")
+    how.add_argument("--hint", help=f"one mode, option by option, against {BASELINE}")
+    how.add_argument("--limit", help="for --hint (default 1f1b)")
+    how.add_argument("--mode", choices=("ready", "strict"), help="for --hint (default ready)")
+    how.add_argument("--split", action="store_true", help="for --hint: the backward in two parts, I and W")
+    how.add_argument("--order", choices=("microbatch", "megatron", "free"), help="for --hint (default microbatch)")
+    how.add_argument("--lanes", type=at_least_one, default=1, metavar="N",
+                     help="FIFO lanes per edge (default 1: a late message holds back those behind it), where a mode does not say")
+    how.add_argument("--announce-delay", type=float, default=0.0, metavar="SECONDS", help="what an announcement takes (default 0)")
+    out = parser.add_argument_group("output")
+    out.add_argument("--each", action="store_true", help="with several scenarios, also the ratio of each")
+    out.add_argument("--json", type=Path, metavar="FILE")
+    out.add_argument("--picture", type=Path, metavar="FILE", help="a PNG: the first seed under every mode, on one time axis")
+    out.add_argument("--search", action="store_true", help="instead of modes: the best hint and limit within --memory-bound")
+    out.add_argument("--memory-bound", type=at_least_one, metavar="N", help="activations that a rank may hold, for --search")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, or 2 for what is refused, with one line that says why."""
+    options = _parser().parse_args(arguments)
+    try:
+        _run(options)
+    except (ConfigurationError, OSError) as error:
+        print(f"rrfp simulate: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _run(options: argparse.Namespace) -> None:
+    names = list(SCENARIOS) if options.scenario == ["all"] else options.scenario
+    for name in names:
+        check_scenario(name)
+    if options.memory_bound and not options.search:
+        raise ConfigurationError(f"--memory-bound {options.memory_bound}: is what --search keeps to; add --search, or use --limit")
+    if len(names) > 1 and options.trace is None:
+        if options.json or options.picture or options.search:
+            raise ConfigurationError(f"--scenario {' '.join(options.scenario)}: --json, --picture and --search are for one scenario; name one")
+        _compare_scenarios(options, names)
+        return
+    draws = _costs(options, names[0])
+    if options.search:
+        _search(options, draws)
+        return
+    _compare_modes(options, draws, "trace" if options.trace else names[0])
+
+
+# -- what is simulated ---------------------------------------------------------------------------------------------------
+
+
+def _costs(options: argparse.Namespace, scenario: str) -> list[Costs]:
+    """The costs of a call, one for every seed, or those of a trace."""
+    if options.trace is None:
+        ranks, microbatches = options.stages or 8, options.microbatches or 32
+        return [from_scenario(scenario, stages=ranks * options.chunks, microbatches=microbatches, unit=options.unit / options.chunks,
+                              seed=seed, chunks=options.chunks) for seed in options.seeds]
+    from rrfp.simulate.measured import from_trace
+
+    costs = from_trace(options.trace, call=options.call)
+    for flag, given, own in (("--stages", options.stages, costs.placement.ranks), ("--microbatches", options.microbatches, costs.microbatches)):
+        if given not in (None, own):
+            raise ConfigurationError(f"{flag} {given}: the trace is of {own}; leave the option out")
+    return [costs]
+
+
+def _ways(options: argparse.Namespace) -> list[Way]:
+    single = [f"--{word}" for word in ("hint", "limit", "mode", "split", "order") if getattr(options, word)]
+    if options.modes:
+        if single:
+            raise ConfigurationError(f"{single[0]}: says what --modes says already; use one or the other")
+        names = options.modes
+    else:
+        if single and not options.hint:
+            raise ConfigurationError(f"{single[0]}: belongs to --hint; name the hint, or use --modes")
+        words = [options.mode or "ready", options.hint or "announced", options.limit or "1f1b"]
+        words += ["split"] * options.split + ([options.order] if options.order not in (None, "microbatch") else [])
+        names = [BASELINE, ":".join(words)]
+    return [_way(name, options) for name in names]
+
+
+def _way(name: str, options: argparse.Namespace) -> Way:
+    if name == MEGATRON:
+        return Way(f"{name} (modelled)", None, simulate_megatron_1f1b)
+    policy = parse_mode(name)
+    lanes = options.lanes if policy.lanes == 1 else policy.lanes
+
+    def run(costs: Costs) -> Result:
+        return costs.simulate(policy, lanes=lanes, announce_delay=options.announce_delay)
+
+    return Way(mode_name(policy), policy, run)
+
+
+# -- one scenario, in detail ---------------------------------------------------------------------------------------------
+
+
+def _compare_modes(options: argparse.Namespace, draws: list[Costs], scenario: str) -> None:
+    ways, costs = _ways(options), draws[0]
+    placement = costs.placement
+    bounds = {split: [lower_bound(each, split=split).seconds for each in draws] for split in sorted({way.split for way in ways})
+              if not split or costs.splits}
+    print(_heading(options, costs, scenario))
+    said = [f"{median(values):.4f} s with a {'split' if split else 'whole'} backward" for split, values in bounds.items()]
+    print(f"no schedule can be faster than {', '.join(said)}")
+    if costs.seconds is not None:
+        print(f"measured: {costs.seconds:.4f} s" + (f" under {costs.mode}" if costs.mode else ""))
+    width = max(len(way.name) for way in ways)
+    print(f"{'mode':{width}} {'seconds':>9} {'speed-up':>8} {'x bound':>8} {'x tight':>8} {'compute':>8} {'wait F':>7} {'wait B':>7} "
+          f"{'done':>6}  peak in flight")
+    rows, first, shown = [], [], []
+    for way in ways:
+        results = [way.run(each) for each in draws]
+        row = _row(way, results, draws, first, bounds[way.split])
+        first = first or row.seconds
+        rows.append(row)
+        shown.append((way, results[0]))
+        tight = "-" if row.over_tight is None else f"{row.over_tight:.3f}"
+        percent = " ".join(f"{100 * share:{size}.1f}%" for share, size in zip(row.shares.values(), (7, 6, 6, 5), strict=True))
+        print(f"{row.name:{width}} {median(row.seconds):9.4f} {row.ratio:8.3f} {row.over_bound:8.3f} {tight:>8} {percent}  {_peaks(row.peaks)}",
+              flush=True)
+    if options.json:
+        _write_json(options, costs, scenario, bounds, rows)
+    if options.picture:
+        from rrfp.trace.picture import draw as draw_picture
+
+        draw_picture([(way.name, timeline_of(result, placement, costs.microbatches)) for way, result in shown], options.picture)
+
+
+def _row(way: Way, results: list[Result], draws: list[Costs], first: list[float], bounds: list[float]) -> Row:
+    seconds = [result.makespan for result in results]
+    tight = None
+    if draws[0].stages * draws[0].microbatches <= TIGHT_UP_TO:
+        order = "microbatch" if way.policy is None else way.policy.order
+        tight = median(taken / tight_bound(each, split=way.split, limits=way.limits(each), order=order)
+                       for taken, each in zip(seconds, draws, strict=True))
+    shares = [_shares(result) for result in results]
+    return Row(
+        name=way.name,
+        seconds=seconds,
+        ratio=median(before / now for before, now in zip(first or seconds, seconds, strict=True)),
+        over_bound=median(taken / bound for taken, bound in zip(seconds, bounds, strict=True)),
+        over_tight=tight,
+        shares={part: sum(share[part] for share in shares) / len(shares) for part in shares[0]},
+        peaks=[max(held) for held in zip(*(result.peak_in_flight for result in results), strict=True)],
+    )
+
+
+def _shares(result: Result) -> dict[str, float]:
+    """Of the time of all ranks: computing, waiting for F or B, and done; they sum to 1."""
+    whole = result.makespan * len(result.rows)
+    waits = [wait for row in waits_of(result) for wait in row]
+    busy = sum(span.end - span.start for span in result.spans.values()) / whole
+    waited = {cause: sum(wait.end - wait.start for wait in waits if wait.cause == cause) / whole for cause in "FB"}
+    return {"computing": busy, **waited, "done": max(0.0, 1 - busy - sum(waited.values()))}
+
+
+def _heading(options: argparse.Namespace, costs: Costs, scenario: str) -> str:
+    chunks = f" of {costs.chunks} chunks" if costs.chunks > 1 else ""
+    what = f"{costs.placement.ranks} ranks{chunks}, {costs.microbatches} microbatches, "
+    if options.trace:
+        return what + f"as traced in {options.trace}"
+    seeds = f"seed {options.seeds[0]}" if len(options.seeds) == 1 else f"medians of seeds {options.seeds[0]} to {options.seeds[-1]}"
+    return what + f"scenario {scenario}, forward {options.unit:g} s on average, {seeds}, {_lanes(options.lanes)}"
+
+
+def _lanes(lanes: int) -> str:
+    return "1 lane" if lanes == 1 else f"{lanes} lanes"
+
+
+def _peaks(peaks: list[int]) -> str:
+    return "/".join(map(str, peaks)) if len(peaks) <= 16 else f"at most {max(peaks)}, {sum(peaks)} in all"
+
+
+def _write_json(options: argparse.Namespace, costs: Costs, scenario: str, bounds: dict[bool, list[float]], rows: list[Row]) -> None:
+    """The keys that a comparison of real runs writes, as far as a simulation has them."""
+    content = {
+        "scenario": scenario,
+        "stages": costs.placement.ranks,
+        "chunks": costs.chunks,
+        "microbatches": costs.microbatches,
+        "simulated": True,
+        "unit_s": None if options.trace else options.unit,
+        "seeds": None if options.trace else list(options.seeds),
+        "bound_s": median(bounds[False]) if False in bounds else None,
+        "split_bound_s": median(bounds[True]) if True in bounds else None,
+        "measured_s": costs.seconds,
+        "modes": [],
+    }
+    for row in rows:
+        q1, middle, q3 = quantiles(row.seconds, n=4, method="inclusive") if len(row.seconds) > 1 else row.seconds * 3
+        content["modes"].append({
+            "name": row.name, "median_s": middle, "q1_s": q1, "q3_s": q3, "ratio": row.ratio, "over_bound": row.over_bound,
+            "over_tight_bound": row.over_tight, "peak_in_flight": row.peaks, "shares": row.shares})
+    options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+# -- several scenarios ---------------------------------------------------------------------------------------------------
+
+
+def _compare_scenarios(options: argparse.Namespace, names: list[str]) -> None:
+    ways = _ways(options)
+    draws = {name: _costs(options, name) for name in names}
+    some = draws[names[0]][0]
+    chunks = f" of {some.chunks} chunks" if some.chunks > 1 else ""
+    print(f"{some.placement.ranks} ranks{chunks}, {some.microbatches} microbatches, {len(names)} scenarios, {len(options.seeds)} seeds, "
+          f"{_lanes(options.lanes)}; time of {ways[0].name} / time of the mode, above 1 is faster")
+    width = max(len(way.name) for way in ways)
+    print(f"{'mode':{width}} {'peak':>5} {'all':>7} {'worst calm median':>18} {'late and mixed':>15} {'worst draw':>11}")
+    base: dict[str, list[float]] = {}
+    for way in ways:
+        seconds = {name: [way.run(costs).makespan for costs in draws[name]] for name in names}
+        base = base or seconds
+        ratios = {name: [before / now for before, now in zip(base[name], seconds[name], strict=True)] for name in names}
+        medians = {name: median(values) for name, values in ratios.items()}
+        calm = [value for name, value in medians.items() if name in CALM]
+        late = [value for name, value in medians.items() if name not in CALM]
+        worst_calm, worst = f"{min(calm):18.3f}" if calm else f"{'-':>18}", min(min(values) for values in ratios.values())
+        print(f"{way.name:{width}} {max(way.limits(some)):5} {_mean(medians.values()):7.3f} {worst_calm} "
+              f"{f'{_mean(late):15.3f}' if late else f'{chr(45):>15}'} {worst:11.3f}", flush=True)
+        if options.each:
+            print("   " + "  ".join(f"{name} {value:.3f}" for name, value in medians.items()))
+
+
+def _mean(values) -> float:
+    """Geometric mean of at least one number."""
+    values = list(values)
+    return exp(sum(map(log, values)) / len(values))
+
+
+# -- search --------------------------------------------------------------------------------------------------------------
+
+
+def _search(options: argparse.Namespace, draws: list[Costs]) -> None:
+    from rrfp.simulate.search import render, search
+
+    if options.memory_bound is None:
+        raise ConfigurationError("--search: needs --memory-bound N, the activations that a rank may hold; 1F1B holds as many as there are ranks")
+    for flag in ("modes", "hint", "limit"):
+        if getattr(options, flag):
+            raise ConfigurationError(f"--{flag}: is what --search looks for; leave it out")
+    candidates = search(draws, memory=options.memory_bound, mode=options.mode or "ready", split=options.split or None,
+                        lanes=options.lanes, order=options.order or "microbatch", progress=sys.stderr)
+    print(_heading(options, draws[0], options.scenario[0]))
+    print(render(candidates))
