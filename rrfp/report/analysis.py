@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from rrfp.errors import ConfigurationError
 from rrfp.report.causes import CAUSES, Explanation, Wait
 from rrfp.report.critical_path import Segment, critical_path, totals
-from rrfp.report.findings import Finding, Suggestion, find, suggest
+from rrfp.report.findings import Finding, find
 from rrfp.report.spread import Spread, spread
 from rrfp.report.steps import Graph, graph
+from rrfp.report.suggestion import Suggestion, suggest
+from rrfp.report.whatif import WhatIf
 from rrfp.trace.files import Timeline
 
 __all__ = ["CAUSES", "ActionReport", "Analysis", "Finding", "Segment", "Spread", "Suggestion", "Wait", "analyse"]
@@ -75,7 +77,7 @@ class Analysis:
     durations: list[Spread]
     """Per stage and kind."""
     latencies: list[Spread]
-    """Per edge: from a message's sending to its arrival."""
+    """Per edge: from when only the edge held a message (sent, and its receiver had room for it) to its arrival."""
     findings: list[Finding]
     """Worst first; never empty."""
     suggestion: Suggestion | None
@@ -106,7 +108,7 @@ def analyse(timeline: Timeline, *, call: int | None = None, simulations: bool = 
     on_path = {(segment.name, segment.rank) for segment in path if segment.what == "compute"}
     bubbles = _bubbles(g, explanation.waits)
     durations, latencies = _durations(g), _latencies(g)
-    findings = find(g, explanation, path)
+    what_if = WhatIf.of(timeline, g) if simulations else None
     return Analysis(
         call=number,
         begin=g.begin,
@@ -127,8 +129,8 @@ def analyse(timeline: Timeline, *, call: int | None = None, simulations: bool = 
         peak_in_flight={str(rank): max((step.in_flight for step in row), default=0) for rank, row in g.rows.items()},
         durations=durations,
         latencies=latencies,
-        findings=findings,
-        suggestion=suggest(g) if simulations else None,
+        findings=find(g, explanation, path, what_if),
+        suggestion=None if what_if is None else suggest(what_if.costs, what_if.policy, mode=g.mode),
         clocks={},
         notes=_notes(timeline, g),
     )
@@ -192,7 +194,7 @@ def _durations(g: Graph) -> list[Spread]:
 
 
 def _latencies(g: Graph) -> list[Spread]:
-    return [spread(str(edge), edge.source, "message", [each.arrived - each.sent for each in messages])
+    return [spread(str(edge), edge.source, "message", [each.latency for each in messages])
             for edge, messages in sorted(g.latencies.items())]
 
 

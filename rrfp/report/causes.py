@@ -46,7 +46,7 @@ class Wait:
 
 def usual_latency(graph: Graph) -> dict[Edge, float]:
     """What a message takes when nothing is wrong with its edge: the edge's median, or that of all edges if it is smaller."""
-    medians = {edge: median(each.arrived - each.sent for each in messages) for edge, messages in graph.latencies.items()}
+    medians = {edge: median(each.latency for each in messages) for edge, messages in graph.latencies.items()}
     overall = median(medians.values()) if medians else 0.0
     return {edge: min(value, overall) for edge, value in medians.items()}
 
@@ -62,8 +62,8 @@ class Explanation:
 
     def __init__(self, graph: Graph):
         self.graph = graph
-        self._usual = usual_latency(graph)
-        self._notable = notable(graph)
+        self.usual = usual_latency(graph)
+        self.notable = notable(graph)
         self._starts = {rank: [step.start for step in row] for rank, row in graph.rows.items()}
         self._hungry = self._hunger()
         self.waits: list[Wait] = []
@@ -76,11 +76,11 @@ class Explanation:
     # ------------------------------------------------------------------ messages
     def late_since(self, message: Input) -> float | None:
         """From when on a message was late; None if it was not."""
-        if message.edge is None or message.edge not in self._usual:
+        if message.edge is None or message.edge not in self.usual:
             return None
-        usual, took = self._usual[message.edge], message.arrived - message.sent
-        late = took > LATE * usual and took - usual > self._notable
-        return message.sent + usual if late else None
+        usual, took = self.usual[message.edge], message.latency
+        late = took > LATE * usual and took - usual > self.notable
+        return message.left + usual if late else None
 
     def _hunger(self) -> dict[int, list[tuple[float, float]]]:
         """Rank -> when a stage after its first was idle for want of an activation, as disjoint intervals."""

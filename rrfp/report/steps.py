@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rrfp.action import Action, Edge
+from rrfp.simulate.measured import CREDITS
 from rrfp.trace.files import Call, Ran, Timeline
 
 _SLACK = 1e-9  # seconds: rounding of times that are equal by construction
@@ -18,10 +19,16 @@ class Input:
     edge: Edge | None
     microbatch: int | None
     sent: float
-    """NaN-free: where the sender's record is lost, equal to `arrived`."""
+    """Where the sender's record is lost, equal to `arrived`."""
     arrived: float
     producer: "Step | None"
     """None where the trace does not hold it."""
+    left: float = 0.0
+    """From when on only the edge itself held it: sent, and with a credit of its receiver, or with a receiver who came for it."""
+
+    @property
+    def latency(self) -> float:
+        return self.arrived - self.left
 
 
 @dataclass(eq=False)
@@ -96,7 +103,7 @@ def graph(timeline: Timeline, number: int) -> Graph:
     rows = {rank: _row(rank, call, begin) for rank, call in calls.items()}
     latencies = _connect(rows, calls, begin)
     first = next(iter(calls.values()))
-    return Graph(
+    found = Graph(
         number=number,
         begin=begin,
         seconds=end - begin,
@@ -111,6 +118,8 @@ def graph(timeline: Timeline, number: int) -> Graph:
         lost=frozenset(rank for rank, call in calls.items() if not call.complete),
         latencies=latencies,
     )
+    _date(found)
+    return found
 
 
 def _row(rank: int, call: Call, begin: float) -> list[Step]:
@@ -140,7 +149,7 @@ def _connect(rows: dict[int, list[Step]], calls: dict[int, Call], begin: float) 
         for edge, microbatch, time in call.arrivals:
             arrived = time - begin
             left = sent.get((edge, microbatch))
-            message = Input(edge, microbatch, arrived if left is None else min(left, arrived), arrived, None)
+            message = Input(edge, microbatch, arrived if left is None else min(left, arrived), arrived, None, arrived)
             if left is not None:
                 sources = at[edge.source, microbatch]
                 before = bisect_right(sources, left + _SLACK, key=lambda step: step.end) - 1
@@ -163,7 +172,28 @@ def _connect(rows: dict[int, list[Step]], calls: dict[int, Call], begin: float) 
         for each in local:
             other = known.get(each)
             if other is not None and other.rank == step.rank and other.end <= step.start + _SLACK:
-                step.inputs.append(Input(None, microbatch, other.end, other.end, other))
-    for messages in latencies.values():
-        messages.sort(key=lambda message: message.sent)
+                step.inputs.append(Input(None, microbatch, other.end, other.end, other, other.end))
     return dict(latencies)
+
+
+def _date(graph: Graph) -> None:
+    """Tells each message when only its edge held it."""
+    meets = graph.mode is not None and not graph.mode.startswith(("ready:", "strict:"))
+    ends = {rank: [step.end for step in row] for rank, row in graph.rows.items()}
+    consumed: dict[Edge, list[float]] = defaultdict(list)
+    for step in graph.steps:
+        for each in step.inputs:
+            if each.edge is not None:
+                consumed[each.edge].append(step.start)
+    for edge, messages in graph.latencies.items():
+        messages.sort(key=lambda message: message.sent)
+        taken = sorted(consumed[edge])
+        for index, message in enumerate(messages):
+            held = message.sent
+            if meets:
+                # A rendezvous: its receiver comes for it when it has ended what it ran before.
+                before = bisect_right(ends[graph.rank_of[edge.destination]], message.arrived) - 1
+                held = ends[graph.rank_of[edge.destination]][before] if before >= 0 else 0.0
+            elif CREDITS <= index < len(taken) + CREDITS:
+                held = taken[index - CREDITS]
+            message.left = min(max(message.sent, held), message.arrived)
