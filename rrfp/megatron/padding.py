@@ -11,7 +11,7 @@ from typing import Protocol
 
 from rrfp.action import Action, Edge
 from rrfp.errors import ConfigurationError
-from rrfp.simulate.scenarios import SCENARIOS, draw
+from rrfp.simulate.scenarios import LEVELS, SCENARIOS, Jitter, draw
 
 
 class Padding(Protocol):
@@ -86,15 +86,10 @@ class Emulation:
                 f"{self.actions} actions took longer than drawn (worst by {self.worst_overrun * 1e3:.1f} ms)")
 
 
-LEVELS = {"J0": (0.0, 0.0, 0.0), "J1": (0.1, 0.005, 0.5), "J2": (0.2, 0.010, 1.0), "J3": (0.3, 0.015, 1.5)}
-"""Probability, base in seconds, and factor of each injection level (RRFP paper, jitter injection in its evaluation)."""
-
-
 class Injection:
     """`--rrfp-inject LEVEL`: the paper's jitter on top of real compute.
 
-    The stage keeps a moving average e = .9 e + .1 c of what its actions took; with probability p an action is followed by a
-    delay of alpha x max(B, e) x (.5 + U(0, 1)).
+    An action is followed by the delay that `scenarios.Jitter` draws for it, from the moving average of what the stage's actions took.
 
     Raises:
         ConfigurationError: for an unknown level.
@@ -106,9 +101,8 @@ class Injection:
         self.level = level
         self.injected = 0
         self.actions = 0
-        self._probability, self._base, self._factor = LEVELS[level]
+        self._jitter = Jitter(level)
         self._seed = seed
-        self._average: float | None = None
         self._start = 0.0
 
     def begin(self, call: int, microbatches: int) -> None:
@@ -120,13 +114,10 @@ class Injection:
     def finish(self, call: int, action: Action) -> float:
         took = time.monotonic() - self._start
         self.actions += 1
-        self._average = took if self._average is None else 0.9 * self._average + 0.1 * took
-        rng = random.Random(f"{self.level}/{self._seed}/{call}/{action}")
-        if rng.random() >= self._probability:
-            return 0.0
-        self.injected += 1
-        pause = self._factor * max(self._base, self._average) * (0.5 + rng.random())
-        time.sleep(pause)
+        pause = self._jitter.after(took, random.Random(f"{self.level}/{self._seed}/{call}/{action}"))
+        if pause:
+            self.injected += 1
+            time.sleep(pause)
         return pause
 
     def summary(self) -> str:
