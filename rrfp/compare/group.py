@@ -6,8 +6,8 @@ step. `Stage` runs RRFP's modes; `Contenders` adds baselines. A baseline is made
 
     prepare(job) -> go      go() is what is timed: it runs the call and returns the rank's peak in flight and the nanoseconds by
                             cause (as `Breakdown.parts` names them). It takes `job.duration(action)` seconds of `work.spend` per
-                            action, and a message is late by `job.delays`, counted from when it was sent. With `job.trace` it
-                            records into that directory (`rrfp.trace.recorder.Recorder`, mode `job.name`).
+                            action, and a message is late by `job.delays`, counted from when it was sent. It records the call
+                            with `Recorders(rank, ranks).of(job, stages)`. Every rank prepares at the same time.
     close()                 lets go of everything.
 
 Baselines on torch share one default gloo group: `join_gloo`. `directory` is empty at the start and shared by the ranks.
@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -85,6 +86,26 @@ class Outcome:
     overruns: int = 0
 
 
+class Recorders:
+    """One rank's recorders: one for every directory, so that each mode can be traced into its own."""
+
+    def __init__(self, rank: int, ranks: int):
+        self._rank, self._ranks = rank, ranks
+        self._made: dict[Path | None, Recorder] = {}
+
+    def of(self, job: Job, stages: tuple[int, ...]) -> Recorder:
+        """Takes the next call of `job`, in which this rank has `stages`."""
+        if job.trace not in self._made:
+            self._made[job.trace] = Recorder(rank=self._rank, stages=stages, directory=job.trace, ranks=self._ranks)
+        recorder = self._made[job.trace]
+        recorder.mode = job.name
+        return recorder
+
+    def close(self) -> None:
+        for recorder in self._made.values():
+            recorder.close()
+
+
 class Stage:
     """One rank of RRFP in its process.
 
@@ -106,17 +127,11 @@ class Stage:
             edges_out=sorted({edge for task in tasks for edge in task.sends}), credits=credits, lanes=lanes,
             owner=dict(enumerate(self.placement.owners)), store=FileStore(directory), slot_bytes=1 << 17,
             namespace=f"rrfp-lanes{lanes}", delay=lambda edge, microbatch: self._job.delay(edge, microbatch))
-        self._recorders: dict[Path | None, Recorder] = {}
+        self._recorders = Recorders(rank, ranks)
         self._engine = Engine(rank=rank, owner=self.placement.rank_of, transport=self._transport, agreement=Solo(),
-                              recorder=self._recorder(None), timeout=call_timeout)
+                              recorder=Recorder(rank=rank, stages=(rank,), directory=None), timeout=call_timeout)
         self._transport.open(self._engine.post, deadline=start_deadline)
         self._durations: dict[str, dict[str, float]] = {}
-
-    def _recorder(self, directory: Path | None) -> Recorder:
-        if directory not in self._recorders:
-            self._recorders[directory] = Recorder(
-                rank=self.rank, stages=(self.rank,), directory=directory, ranks=self.placement.ranks)
-        return self._recorders[directory]
 
     def prepare(self, job: Job) -> Callable[[], tuple[int, dict[str, int]]]:
         """What is timed: runs the job, returns the peak in flight and the parts of the time."""
@@ -125,8 +140,7 @@ class Stage:
         scheduler = policy.scheduler(
             self.placement, self.rank, job.microbatches, durations=self._durations.get(name))
         executor = WorkExecutor(job.duration, work=self.work, release=self._transport.release, nbytes=job.nbytes)
-        self._engine.recorder = recorder = self._recorder(job.trace)
-        recorder.mode = name
+        self._engine.recorder = recorder = self._recorders.of(job, (self.rank,))
 
         def go():
             self._engine.run(scheduler, executor, announce=policy.announces, microbatches=job.microbatches)
@@ -137,8 +151,7 @@ class Stage:
 
     def close(self) -> None:
         self._transport.close(deadline=20.0)
-        for recorder in self._recorders.values():
-            recorder.close()
+        self._recorders.close()
 
 
 class Contenders:
@@ -155,7 +168,8 @@ class Contenders:
         work: Work | None = None, **options,
     ):
         self.work = work or Sleep()
-        self._stages = {n: Stage(rank, ranks, directory, lanes=n, work=self.work, **options) for n in lanes}
+        self._stages = {
+            n: Stage(rank, ranks, directory, lanes=n, work=self.work, **options) for n in lanes}
         self._baselines = {name: make(rank, ranks, directory, work=self.work) for name, make in (baselines or {}).items()}
 
     def prepare(self, job: Job) -> Callable[[], tuple[int, dict[str, int]]]:
@@ -172,12 +186,16 @@ class Contenders:
                 torch.distributed.destroy_process_group()
 
 
-def join_gloo(rank: int, ranks: int, directory: str) -> None:
-    """Makes this process a member of the ranks' default gloo group, once. `Contenders` leaves it."""
+def join_gloo(rank: int, ranks: int, directory: str, *, timeout: float = 120.0) -> None:
+    """Makes this process a member of the ranks' default gloo group, once. `Contenders` leaves it.
+
+    timeout: seconds after which a rank that waits for another fails.
+    """
     import torch
 
     if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/gloo", rank=rank, world_size=ranks)
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{directory}/gloo", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
 
 
 class Group:

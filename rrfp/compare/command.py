@@ -1,0 +1,151 @@
+"""`rrfp compare`: ways of running side by side, in one run, on real processes with the real engine and transport."""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rrfp.compare.ladder import fixed_orders, ladder, ladder_json, ladder_table, rungs
+from rrfp.compare.results import Settings, as_json, summarise, table
+from rrfp.errors import ConfigurationError
+from rrfp.simulate.bounds import lower_bound
+from rrfp.simulate.costs import from_scenario
+
+DEFAULT_MODES = ("megatron-1f1b", "strict:1f1b:1f1b", "ready:announced:1f1b", "ready:alt:2p", "ready:fill-r:2p-1")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, or 1 if a rank failed (its traceback is printed). Raises ConfigurationError for a refusal."""
+    options = _parser().parse_args(argv)
+    # Ranks share the cores: one thread each, before anything loads a library that starts its own.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from rrfp.compare import measure
+    from rrfp.compare.baselines import check_baseline
+
+    if options.stages < 2:
+        raise ConfigurationError(f"--stages {options.stages}: a pipeline has at least 2 stages; for example --stages 4")
+    causes = rungs(lanes=options.lanes if options.lanes > 1 else 4) if options.explain else {}
+    beside = fixed_orders(options.stages) if options.explain else ()
+    texts = [*causes, *beside, *(options.modes or (() if options.explain else DEFAULT_MODES))]
+    modes = measure.parse_modes(texts, lanes=1 if options.explain else options.lanes)
+    for mode in modes.values():
+        if isinstance(mode, str) and not options.simulated:
+            check_baseline(mode, stages=options.stages, microbatches=options.microbatches)
+        elif isinstance(mode, str) and mode != "megatron-1f1b":
+            raise ConfigurationError(f"--modes {mode}: is not modelled by --simulated; leave one of the two out")
+    seeds = _seeds(options)
+    costs = [from_scenario(options.scenario, stages=options.stages, microbatches=options.microbatches, unit=options.unit, seed=seed)
+             for seed in seeds]
+    # Refuses what cannot run before any process starts.
+    results = {name: [measure.simulated(mode, each) for each in costs] for name, mode in modes.items()}
+
+    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    settings = Settings(options.scenario, options.stages, options.microbatches, options.unit, tuple(seeds), options.lanes,
+                        "simulated" if options.simulated else options.compute, cores, load)
+    with tempfile.TemporaryDirectory(prefix="rrfp-compare-") as scratch:
+        out = options.out or (Path(scratch) if options.picture else None)
+        if options.simulated:
+            runs = {name: [measure.outcome_of(result, each) for result, each in zip(found, costs, strict=True)]
+                    for name, found in results.items()}
+            results = {}
+        else:
+            try:
+                runs = measure.measure(modes, costs, work=_work(options, cores), out=out, call_timeout=options.timeout, progress=_say)
+            except RuntimeError as error:
+                print(f"rrfp compare: {error}", file=sys.stderr)
+                return 1
+        comparison = summarise(
+            settings, runs, bounds=[(lower_bound(each, split=False).seconds, lower_bound(each, split=True).seconds) for each in costs],
+            split={name: measure.splits(mode) for name, mode in modes.items()},
+            predicted={name: [result.makespan for result in found] for name, found in results.items() if found[0] is not None})
+        found = ladder(causes, comparison, beside=beside) if options.explain else None
+        print("\n".join(table(comparison)))
+        if found is not None:
+            print("\n" + "\n".join(ladder_table(found, len(costs))))
+        if options.json is not None:
+            whole = as_json(comparison) | ({"ladder": ladder_json(found)} if found is not None else {})
+            options.json.write_text(json.dumps(whole, indent=1) + "\n")
+        if options.picture is not None:
+            _draw(out, list(modes), options.picture, seeds[0])
+    return 0
+
+
+def _draw(out: Path, names: Sequence[str], path: Path, seed: int) -> None:
+    """The first repeat of every mode on one time axis."""
+    from rrfp.compare.measure import trace_directory
+    from rrfp.trace.files import read
+    from rrfp.trace.picture import draw
+
+    timelines = [(name, read(trace_directory(out, name))) for name in names]
+    draw(timelines, path, call=[timeline.calls[0] for _, timeline in timelines])
+    print(f"picture: {path} (seed {seed}, each mode from its own zero)")
+
+
+def _work(options, cores: int):
+    from rrfp.compare.work import Multiply, Sleep
+
+    if options.compute == "emulated":
+        return Sleep()
+    if options.stages > cores:
+        _say(f"warning: {options.stages} ranks compute on {cores} cores: they take turns, and every mode is slower than drawn")
+    return Multiply.calibrated()
+
+
+def _seeds(options) -> list[int]:
+    """One per repeat: the seeds in turn."""
+    seeds = options.seeds or range(options.repeats or 5)
+    return [seeds[repeat % len(seeds)] for repeat in range(options.repeats or len(seeds))]
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rrfp compare", description=__doc__.split(": ", 1)[1])
+    parser.add_argument("--stages", type=int, required=True, metavar="P", help="pipeline stages, one process each")
+    parser.add_argument("--microbatches", type=_positive, required=True, metavar="M", help="microbatches per iteration")
+    parser.add_argument("--scenario", required=True, metavar="NAME", help="how long actions take and how late messages are "
+                        "(docs/scenarios.md): a scenario, J0 to J3, or a JSON file")
+    parser.add_argument("--modes", nargs="+", metavar="MODE", help="megatron-1f1b, torch-1f1b, torch-zbv, strict:HINT:LIMIT, "
+                        f"ready:HINT:LIMIT[:split][:free][:lanes=N]; default {' '.join(DEFAULT_MODES)}")
+    parser.add_argument("--explain", action="store_true", help="the ladder from Megatron's 1F1B up, one change at a time "
+                        "(--modes are added beside it)")
+    parser.add_argument("--simulated", action="store_true", help="simulate instead of running: any P, seconds instead of minutes")
+    parser.add_argument("--unit", type=_seconds, default=0.02, metavar="SECONDS", help="mean seconds of a forward (default 0.02)")
+    parser.add_argument("--seeds", type=_range, metavar="A-B", help="draws, one repeat each (default 0 to repeats - 1)")
+    parser.add_argument("--repeats", type=_positive, metavar="N", help="repeats (default 5, or one per seed)")
+    parser.add_argument("--lanes", type=_positive, default=1, metavar="N", help="FIFO lanes per edge of modes that do not say: with 1 "
+                        "a late message holds back those behind it; under --explain the lanes of the last rung (default there 4)")
+    parser.add_argument("--compute", choices=("emulated", "real"), default="emulated", help="stages sleep, or multiply matrices")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="write a PNG of the first repeat there")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="keep the traces there, a directory per mode, for `rrfp report`")
+    parser.add_argument("--timeout", type=_seconds, default=60.0, metavar="SECONDS", help="without progress, a call fails (default 60)")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be seconds above 0")
+    return value
+
+
+def _range(text: str) -> range:
+    low, _, high = text.partition("-")
+    if not (low.isdecimal() and (high or low).isdecimal() and int(low) <= int(high or low)):
+        raise argparse.ArgumentTypeError(f"{text!r}: write a seed like 15, or a range like 15-44")
+    return range(int(low), int(high or low) + 1)
