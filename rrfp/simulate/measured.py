@@ -5,6 +5,7 @@ spends between actions. What belongs to the schedule it ran under, and is taken 
 work; a message's time behind others of its lane, or without a credit.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -13,14 +14,14 @@ from statistics import median
 
 from rrfp.action import Action, Edge
 from rrfp.errors import ConfigurationError
-from rrfp.mode import parse_mode
 from rrfp.placement import Placement
 from rrfp.simulate.costs import Costs
 from rrfp.trace.files import Call, Message, Timeline, read
 
 CREDITS = 4
 """Messages of one edge that may be under way or not consumed yet: the transport's default."""
-_MEGATRON = "megatron-1f1b"
+_BASELINES = ("megatron-", "torch-")
+"""Modes whose messages are received by a call that waits, on the compute path."""
 
 Key = tuple[str, int, int]
 
@@ -149,7 +150,8 @@ def _measure(timeline: Timeline, number: int, placement: Placement) -> _Measured
 
 def _add_messages(measured: _Measured, kind: str, edge: Edge, messages: list[Message], ran: dict, previous: dict, call: Call) -> None:
     """What each message of an edge took by itself, or at most."""
-    lanes = 1 if measured.mode in (None, _MEGATRON) else parse_mode(measured.mode).lanes
+    mode = measured.mode or ""
+    lanes = int(found[1]) if (found := re.search(r"\blanes=(\d+)", mode)) else 1
     messages = sorted(messages, key=lambda message: ran[Action(kind, edge.source, message.microbatch)].end)
     taken = sorted(ran[Action(kind, edge.destination, message.microbatch)].start for message in messages)
     before: dict[int, float] = {}
@@ -161,9 +163,11 @@ def _add_messages(measured: _Measured, kind: str, edge: Edge, messages: list[Mes
         at = max(message.time, call.begin) if index == 0 else message.time
         credit = taken[index - CREDITS] if index >= CREDITS else left
         behind = before.get(lane, left)
-        if measured.mode == _MEGATRON:
-            # A rendezvous: it is received when its receiver comes for it.
-            behind = max(behind, previous.get(Action(kind, edge.destination, message.microbatch), left))
+        if mode.startswith(_BASELINES):
+            # A rendezvous: it is received when its receiver comes for it, and when what that sends in the same call was taken too.
+            came = previous.get(Action(kind, edge.destination, message.microbatch), left)
+            paired = any(came <= sent.time <= at for sent in call.sent)
+            behind = at if paired else max(behind, came)
         times.append((key, left, credit, behind, at))
         before[lane] = max(message.time, before.get(lane, 0.0))
     alone = sorted(max(0.0, at - left) for _, left, credit, behind, at in times if max(credit, behind) <= left)
