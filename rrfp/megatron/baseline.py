@@ -19,6 +19,7 @@ from rrfp.action import Action, Edge
 from rrfp.megatron.options import Options
 from rrfp.megatron.padding import Emulation
 from rrfp.megatron.runtime import make_padding, make_recorder
+from rrfp.megatron.scalars import Scalars
 from rrfp.placement import Placement
 
 # What each of the communicator's methods that Megatron's non-interleaved schedule uses sends and receives: "F", "B" or neither.
@@ -64,6 +65,8 @@ class Baseline:
             finally:
                 self._in_call = False
             self._recorder.end_call(self._finished)
+            self._scalars.add(self._recorder.last_call)
+            self._scalars.write()
             return result
 
         return forward_backward_pipelining_without_interleaving
@@ -78,11 +81,14 @@ class Baseline:
         self._padding = make_padding(self._options, stages=ranks)
         self._finished = 0.0
         name = "-".join(map(str, members))
-        self._stamps = torch.distributed.PrefixStore(f"rrfp/sent/{name}", torch.distributed.distributed_c10d._get_default_store())
+        store = torch.distributed.distributed_c10d._get_default_store()
+        self._stamps = torch.distributed.PrefixStore(f"rrfp/sent/{name}", store)
+        self._scalars = Scalars(rank=self._rank, ranks=ranks, store=torch.distributed.PrefixStore(f"rrfp/baseline/{name}", store))
 
     def close(self) -> None:
         """Write what is left of the trace and say how the emulation went."""
         if self._recorder is not None:
+            self._scalars.close()
             self._recorder.close()
             if self._padding is not None:
                 print(f"[rrfp] rank {self._rank}: {self._padding.summary()}", flush=True)

@@ -98,6 +98,7 @@ def make_forward_backward(options: Options, *, original: Callable) -> Callable:
                 pg_collection=groups,
                 force_all_reduce=force_all_reduce,
             )
+        runtime.scalars.write()
         if config.timers is not None:
             config.timers("forward-backward").stop()
         return [entry for microbatch in range(num_microbatches) for entry in context.losses.get(microbatch, ())]
@@ -123,6 +124,7 @@ def _run(runtime: Runtime, options: Options, context: StepContext, pp_group) -> 
         executor.abandon()
         raise
     executor.finish()
+    runtime.scalars.add(runtime.recorder.last_call)
     runtime.durations = dict(scheduler.durations)
 
 

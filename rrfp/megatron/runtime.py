@@ -23,6 +23,7 @@ from rrfp.engine.watchdog import Watcher, write_report
 from rrfp.errors import PipelineError
 from rrfp.megatron.options import Options
 from rrfp.megatron.padding import Emulation, Injection
+from rrfp.megatron.scalars import Scalars
 from rrfp.mode import mode_name
 from rrfp.placement import Placement
 from rrfp.scheduler.dependencies import chain
@@ -57,6 +58,7 @@ class Runtime:
         self.placement = Placement.looped(len(global_ranks))
         self.padding = make_padding(options, stages=self.placement.stages)
         self.recorder = make_recorder(options, global_ranks=global_ranks, rank=rank, placement=self.placement)
+        self.scalars = Scalars(rank=rank, ranks=len(global_ranks), store=store)
         self.durations: dict[str, float] = {}
         self.agreed: set = set()
         """Policies and numbers of microbatches that all ranks are known to read alike."""
@@ -133,6 +135,7 @@ class Runtime:
             self.transport.close(deadline=CLOSE_DEADLINE)
         except PipelineError as error:
             print(f"[rrfp] {self.name(self.rank)}: {error}", file=sys.stderr, flush=True)
+        self.scalars.close()
         self.recorder.close()
         if self.padding is not None:
             print(f"[rrfp] rank {self.rank}: {self.padding.summary()}", flush=True)
