@@ -20,6 +20,7 @@ setup(
     long_description=README.read_text() if README.exists() else "",
     long_description_content_type="text/markdown",
     packages=find_packages(include=["rrfp", "rrfp.*"]),
+    package_data={"rrfp.report": ["*.html", "*.css", "*.js"]},
     python_requires=">=3.12",
     install_requires=["numpy>=1.26", "pyzmq>=25.1"],
     extras_require={

@@ -1,4 +1,4 @@
-"""The command line: `rrfp doctor`, `rrfp trace DIR`, `rrfp simulate`, and `python -m rrfp [--cpu] SCRIPT ...` under torchrun."""
+"""The command line: `rrfp doctor`, `rrfp trace`, `rrfp report`, `rrfp simulate`, and `python -m rrfp [--cpu] SCRIPT ...` under torchrun."""
 
 import importlib
 import os
@@ -13,6 +13,7 @@ COMMANDS = {
     "trace": "rrfp.trace.command",
     "simulate": "rrfp.simulate.command",
     "compare": "rrfp.compare.command",
+    "report": "rrfp.report.command",
 }
 
 

@@ -23,11 +23,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = options.out or options.directory / "report.html"
     try:
         timeline = read(options.directory)
-        analyses = [analyse(timeline, call=number) for number in options.call or embedded_calls(timeline)]
+        analyses = [analyse(timeline, call=number) for number in options.call or calls_to_embed(timeline)]
         compare = []
         if options.compare is not None:
             other = read(options.compare)
-            compare = [analyse(other, call=other.typical_call())]
+            compare = [analyse(other)]
         out.parent.mkdir(parents=True, exist_ok=True)
         write_page(analyses, out, title=_name(options.directory), compare=compare,
                    compare_title=_name(options.compare or options.directory))
@@ -43,19 +43,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def embedded_calls(timeline: Timeline) -> list[int]:
-    """The typical call, and the slowest of the complete training calls, the first (connecting, warming up) left out if there are others.
+def calls_to_embed(timeline: Timeline) -> list[int | None]:
+    """The last complete training call, then the slowest; the first one (connecting, warming up) is no candidate if there are others.
 
-    Raises ConfigurationError if no call is complete.
+    [None], `analyse`'s own choice, where no call is complete.
     """
-    typical = timeline.typical_call()
     seconds = {}
     for number in timeline.calls:
         calls = timeline.of_call(number).values()
         if len(calls) == len(timeline.ranks) and all(call.complete and not call.forward_only for call in calls):
             seconds[number] = max(call.end for call in calls) - min(call.begin for call in calls)
+    if not seconds:
+        return [None]
     later = list(seconds)[1:] or list(seconds)
-    return list(dict.fromkeys([typical, *sorted(later, key=seconds.get)[-1:]]))
+    return list(dict.fromkeys([later[-1], max(later, key=seconds.get)]))
 
 
 def _name(directory: Path) -> str:

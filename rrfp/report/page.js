@@ -20,15 +20,17 @@ function colour(name) {
   if (!palette.has(name)) palette.set(name, getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim() || "#888");
   return palette.get(name);
 }
-const kindColour = (kind) => colour(kind in KINDS ? kind : "other");
+const kindVariable = (kind) => (kind in KINDS ? kind : "other");
+const kindColour = (kind) => colour(kindVariable(kind));
 const causeVariable = (cause) => (CAUSES[cause] || ["wait"])[0];
 const causeColour = (cause) => colour(causeVariable(cause));
 
-// Seconds as text: three digits, or as many as a step of an axis needs.
-function time(seconds, step) {
-  const size = Math.abs(step ? Math.max(Math.abs(seconds), step) : seconds), [scale, unit] = size >= 1 || !size ? [1, "s"] : size >= 1e-3 ? [1e3, "ms"] : [1e6, "\u00b5s"];
-  const value = seconds * scale, digits = step ? Math.max(0, Math.ceil(-Math.log10(step * scale) - 1e-9)) : Math.max(0, 2 - Math.floor(Math.log10(Math.abs(value) || 1)));
-  return value.toFixed(Math.min(digits, 6)) + " " + unit;
+// Seconds as text: three digits or, with a `step`, as many as an axis of that step needs, in the unit of `size`.
+function time(seconds, step, size = Math.abs(seconds)) {
+  if (!seconds && !step) return "0";
+  const [scale, unit] = size >= 1 ? [1, "s"] : size >= 1e-3 ? [1e3, "ms"] : [1e6, "\u00b5s"], value = seconds * scale;
+  const digits = step ? -Math.floor(Math.log10(step * scale) + 1e-9) : 2 - Math.floor(Math.log10(Math.abs(value)));
+  return value.toFixed(Math.min(Math.max(digits, 0), 7)) + " " + unit;
 }
 const percent = (share) => (100 * share).toFixed(share < 0.0995 && share > 0 ? 1 : 0) + "%";
 const sum = (values) => values.reduce((a, b) => a + b, 0);
@@ -135,22 +137,37 @@ function figures(calls) {
   get("figures").replaceChildren(...shown.map(([value, name]) => make("div", { className: "figure" }, make("b", {}, value), make("span", {}, name))));
 }
 
+const inOrder = (kinds) => [...new Set([...Object.keys(KINDS), ...kinds])].filter((kind) => kinds.includes(kind));
+// What the colours of these kinds and causes mean.
+function legend(used, emulated, id = "") {
+  const kinds = inOrder([...used].filter((each) => !(each in CAUSES))), causes = Object.keys(CAUSES).filter((cause) => used.has(cause));
+  return make("div", { id, className: "legend" },
+    ...kinds.map((kind) => make("span", {}, swatch(kindVariable(kind)), `${kind} ${KINDS[kind] || ""}`)), emulated ? make("span", {}, "paler: emulated (sleeping)") : null,
+    causes.length ? make("span", { className: "quiet" }, "idle:") : null,
+    ...causes.map((cause) => make("span", { title: CAUSES[cause][1] }, swatch(causeVariable(cause), true), cause)));
+}
+
 function utilisation(call) {
-  const ranks = Object.entries(call.utilisation);
-  const rows = ranks.map(([rank, parts]) => {
-    const whole = Math.max(sum(Object.values(parts)), 1e-12), label = named(+rank, call);
-    const marked = call.stages.some((stage) => call.rank_of[stage] === +rank && call.markedStages.has(stage));
-    const pieces = Object.entries(parts).filter(([, value]) => value > 0).map(([part, value]) => make("span", {
-      title: `${label}: ${part} ${time(value)}, ${percent(value / whole)}`,
-      style: { width: 100 * value / whole + "%", background: `var(--${part === "compute" ? "F" : causeVariable(part)})` },
-    }));
-    return make("div", { className: "row" }, make("span", { className: marked ? "alarm" : "" }, (marked ? "\u25b2 " : "") + label),
-      make("div", { className: "stack", role: "img", ariaLabel: pieces.map((each) => each.title).join("; ") }, ...pieces), make("span", {}, percent((parts.compute || 0) / whole)));
+  const ranks = Object.entries(call.utilisation), used = new Set(), { actions } = call, ran = {};
+  actions.kind.forEach((kind, i) => {
+    const rank = (ran[call.rank_of[actions.stage[i]]] ??= {});
+    rank[kind] = (rank[kind] || 0) + actions.end[i] - actions.start[i];
   });
-  const used = new Set(ranks.flatMap(([, parts]) => Object.keys(parts).filter((part) => parts[part] > 0)));
-  const legend = make("div", { className: "legend" }, make("span", {}, swatch("F"), "computing"),
-    ...Object.keys(CAUSES).filter((cause) => used.has(cause)).map((cause) => make("span", {}, swatch(causeVariable(cause)), cause)));
-  get("utilisation").replaceChildren(legend, make("div", { className: rows.length > 24 ? "scroll" : "" }, ...rows));
+  const rows = ranks.flatMap(([rank, { compute = 0, ...idle }]) => {
+    const whole = Math.max(compute + sum(Object.values(idle)), 1e-12), label = named(+rank, call);
+    const marked = call.stages.some((stage) => call.rank_of[stage] === +rank && call.markedStages.has(stage));
+    const parts = [...inOrder(Object.keys(ran[rank] || {})).map((kind) => [kind, ran[rank][kind], kindVariable(kind)]),
+      ...Object.entries(idle).map(([cause, value]) => [cause, value, causeVariable(cause)])].filter(([, value]) => value > 0);
+    const pieces = parts.map(([part, value, variable]) => {
+      used.add(part);
+      return make("span", { title: `${label}: ${part} ${time(value)}, ${percent(value / whole)}`, style: { width: 100 * value / whole + "%", background: `var(--${variable})` } });
+    });
+    return [make("span", { className: marked ? "alarm" : "" }, (marked ? "\u25b2 " : "") + label),
+      make("div", { className: "stack", role: "img", ariaLabel: pieces.map((each) => each.title).join("; ") }, ...pieces),
+      make("span", {}, percent(compute / whole))];
+  });
+  const stacks = make("div", { className: "stacks" }, make("span"), make("span"), make("span", { className: "quiet" }, "computing"), ...rows);
+  get("utilisation").replaceChildren(legend(used), make("div", { className: ranks.length > 24 ? "scroll" : "" }, stacks));
 }
 
 const bar = (share) => make("td", {}, make("span", { className: "part", style: { width: Math.max(1, 70 * share) + "px" } }), percent(share));
@@ -238,7 +255,7 @@ function show(runs, number) {
   calls.forEach((each, i) => {
     const canvas = make("canvas", { id: i ? "timeline" + (i + 1) : "timeline" });
     get("timelines").append(...(names[i] ? [make("div", { className: "name" }, `${names[i]}, call ${each.call}`)] : []), canvas);
-    new Timeline(canvas, each, view, { marked: each.markedStages, tip });
+    new Timeline(canvas, each, view, { stages: each.markedStages, edges: each.markedEdges, tip });
   });
   const toggle = make("button", { id: "toggle", type: "button", ariaPressed: "false" }, "Critical path");
   toggle.onclick = () => { view.critical = !view.critical; toggle.ariaPressed = String(view.critical); view.redraw(); };
@@ -246,11 +263,7 @@ function show(runs, number) {
     ["\u2192", "later", () => view.pan(0.3)], ["Whole call", "show the whole call", () => view.set(0, view.length)]];
   get("buttons").replaceChildren(toggle, ...buttons.map(([text, title, onclick]) => make("button", { type: "button", title, ariaLabel: title, onclick }, text)));
   get("keys").textContent = "Wheel or drag: zoom. Shift-drag, sideways wheel or arrow keys: move. + \u2212 0 c: keys. Hover: why.";
-  const kinds = new Set(calls.flatMap((each) => each.actions.kind)), causes = new Set(calls.flatMap((each) => each.waits.cause));
-  get("legend").replaceChildren(
-    ...[...Object.keys(KINDS), ...kinds].filter((kind, i, all) => kinds.has(kind) && all.indexOf(kind) === i).map((kind) => make("span", {}, swatch(kind in KINDS ? kind : "other"), `${kind} ${KINDS[kind] || ""}`)),
-    make("span", { className: "quiet" }, "idle:"),
-    ...Object.keys(CAUSES).filter((cause) => causes.has(cause)).map((cause) => make("span", { title: CAUSES[cause][1] }, swatch(causeVariable(cause), true), cause)));
+  get("legend").replaceWith(legend(new Set(calls.flatMap((each) => [...each.actions.kind, ...each.waits.cause])), call.emulated > 0, "legend"));
   utilisation(call);
   bubbles(call);
   critical(call, (start, end) => { if (!view.critical) toggle.click(); view.frame(start, end); get("timelines").scrollIntoView({ block: "nearest" }); });

@@ -32,9 +32,9 @@ let lastScroll = -1e9;
 addEventListener("scroll", () => { lastScroll = performance.now(); }, { passive: true });
 
 class Timeline {
-  // `call`: see rrfp/report/page.py, `pack`. `marked`: stages that a finding names. `tip(lines, x, y)` shows a tooltip or, without lines, hides it.
-  constructor(canvas, call, view, { marked, tip }) {
-    Object.assign(this, { canvas, call, view, marked, tip, hovered: null, band: null });
+  // `call`: see rrfp/report/page.py, `pack`. `stages`, `edges`: those that a finding names. `tip(lines, x, y)` shows a tooltip or, without lines, hides it.
+  constructor(canvas, call, view, { stages, edges, tip }) {
+    Object.assign(this, { canvas, call, view, stages, edges, tip, hovered: null, band: null });
     this.rows = call.stages.map((stage) => ({ stage, rank: call.rank_of[stage], items: [] }));
     const row = new Map(this.rows.map((each) => [each.stage, each]));
     const { actions, waits } = call;
@@ -59,12 +59,12 @@ class Timeline {
     this.listen();
   }
 
-  get left() { return this.canvas.clientWidth > 600 ? 74 : 34; }
+  get left() { return this.canvas.clientWidth > 600 ? 80 : 38; }
   x(t) { return this.left + (t - this.view.t0) / (this.view.t1 - this.view.t0) * (this.canvas.clientWidth - this.left); }
   t(x) { return this.view.t0 + (x - this.left) / (this.canvas.clientWidth - this.left) * (this.view.t1 - this.view.t0); }
 
   draw() {
-    const { canvas, call, view } = this, { actions, waits } = call, width = canvas.clientWidth, height = canvas.clientHeight;
+    const { canvas, view } = this, width = canvas.clientWidth, height = canvas.clientHeight;
     if (!width) return;
     const ratio = window.devicePixelRatio || 1, pen = canvas.getContext("2d"), ink = colour("ink"), quiet = colour("quiet");
     canvas.width = Math.round(width * ratio);
@@ -74,51 +74,12 @@ class Timeline {
     pen.textBaseline = "middle";
     this.axis(pen, height, quiet);
     const bar = Math.max(1, this.pitch - (this.pitch > 8 ? 4 : this.pitch > 3 ? 1 : 0)), low = Math.max(1, bar * 0.34);
-    let drawn = 0;
+    this.drawn = 0;
     pen.save();
     pen.beginPath();
     pen.rect(this.left, 0, width - this.left, height);
     pen.clip();
-    this.rows.forEach((row, at) => {
-      const y = this.top + at * this.pitch;
-      let reached = -1;
-      for (let k = above(row.waitEnds, view.t0); k < row.waits.length; k++) {
-        const i = row.waits[k], from = this.x(waits.start[i]), to = this.x(waits.end[i]);
-        if (from > width) break;
-        if (to < reached) continue;
-        pen.globalAlpha = view.critical ? 0.4 : 1;
-        pen.fillStyle = causeColour(waits.cause[i]);
-        pen.fillRect(from, y + (bar - low) / 2, reached = Math.max(to - from, 0.6), low);
-        reached += from;
-      }
-      for (const critical of view.critical ? [false, true] : [false]) {
-        reached = -1;
-        for (let k = above(row.ends, view.t0); k < row.items.length; k++) {
-          const i = row.items[k], from = this.x(actions.start[i]), to = this.x(actions.end[i]);
-          if (from > width) break;
-          if (to < reached || (view.critical && critical !== !!actions.critical[i])) continue;
-          drawn++;
-          const wide = Math.max(to - from, 1), gap = wide > 4 ? 0.5 : 0;
-          pen.globalAlpha = view.critical && !critical ? 0.25 : 1;
-          pen.fillStyle = kindColour(actions.kind[i]);
-          pen.fillRect(from, y, wide - gap, bar);
-          reached = from + Math.max(wide, 1);
-          if (wide > 8 && actions.padded[i] > 0) {
-            pen.fillStyle = "#ffffff55";
-            const pad = Math.min(wide - gap, this.x(actions.end[i]) - this.x(actions.end[i] - actions.padded[i]));
-            pen.fillRect(to - gap - pad, y, pad, bar);
-          }
-          if (critical) { pen.fillStyle = colour("critical"); pen.fillRect(from, y + bar - 1, wide - gap, Math.min(3, this.pitch - bar + 1)); }
-          const label = String(actions.microbatch[i]);
-          if (bar >= 12 && wide > 7 * label.length + 4) {
-            pen.fillStyle = "#fff";
-            pen.textAlign = "center";
-            pen.fillText(label, (Math.max(from, this.left) + Math.min(to, width)) / 2, y + bar / 2 + 0.5);
-          }
-        }
-      }
-      pen.globalAlpha = 1;
-    });
+    this.rows.forEach((row, at) => this.row(pen, row, this.top + at * this.pitch, bar, low));
     this.outline(pen, bar, ink);
     if (this.band) {
       const [a, b] = this.band;
@@ -137,7 +98,51 @@ class Timeline {
       pen.fillRect(this.left + view.t0 / view.length * across, height - 5, Math.max(4, (view.t1 - view.t0) / view.length * across), 4);
     }
     canvas.dataset.view = `${view.t0} ${view.t1}`;
-    canvas.dataset.drawn = drawn;
+    canvas.dataset.drawn = this.drawn;
+  }
+
+  // One stage. Rectangles are drawn by colour, not by time: changing the colour is what costs.
+  row(pen, row, y, bar, low) {
+    const { view, left, call: { actions, waits } } = this, width = this.canvas.clientWidth, scale = (width - left) / (view.t1 - view.t0);
+    const boxes = new Map(), labels = [], box = (style, alpha, x, top, across, high) => {
+      const key = style + alpha;
+      if (!boxes.has(key)) boxes.set(key, { style, alpha, list: [] });
+      boxes.get(key).list.push(x, top, across, high);
+    };
+    const visible = (items, ends, { start, end }, draw) => {
+      let reached = -1;
+      for (let k = above(ends, view.t0); k < items.length; k++) {
+        const i = items[k], from = left + (start[i] - view.t0) * scale, to = left + (end[i] - view.t0) * scale;
+        if (from > width) break;
+        if (to - reached < 0.7 && to - from < 2) continue; // shares its pixel with one that is drawn
+        if (draw(i, from, to) !== false) reached = Math.max(from + 1, to);
+      }
+    };
+    visible(row.waits, row.waitEnds, waits, (i, from, to) => box(causeColour(waits.cause[i]), view.critical ? 0.4 : 1, from, y + (bar - low) / 2, Math.max(to - from, 0.6), low));
+    for (const critical of view.critical ? [0, 1] : [-1]) {
+      visible(row.items, row.ends, actions, (i, from, to) => {
+        if (critical >= 0 && critical !== actions.critical[i]) return false;
+        this.drawn++;
+        const across = Math.max(to - from, 1), wide = to - from > 4 ? to - from - 0.5 : across;
+        box(kindColour(actions.kind[i]), critical ? 1 : 0.25, from, y, wide, bar);
+        if (across > 8 && actions.padded[i] > 0) {
+          const pad = Math.min(wide, actions.padded[i] * scale);
+          box("#fff", 0.33, from + wide - pad, y, pad, bar);
+        }
+        if (critical === 1) box(colour("critical"), 1, from, y + bar - 1, wide, Math.min(3, this.pitch - bar + 1));
+        if (bar >= 12 && across > 7 * String(actions.microbatch[i]).length + 4) labels.push(actions.microbatch[i], (Math.max(from, left) + Math.min(to, width)) / 2);
+        return true;
+      });
+    }
+    for (const { style, alpha, list } of boxes.values()) {
+      pen.fillStyle = style;
+      pen.globalAlpha = alpha;
+      for (let k = 0; k < list.length; k += 4) pen.fillRect(list[k], list[k + 1], list[k + 2], list[k + 3]);
+    }
+    pen.fillStyle = "#fff";
+    pen.textAlign = "center";
+    pen.globalAlpha = 1;
+    for (let k = 0; k < labels.length; k += 2) pen.fillText(labels[k] ?? "", labels[k + 1], y + bar / 2 + 0.5);
   }
 
   axis(pen, height, quiet) {
@@ -148,7 +153,7 @@ class Timeline {
     pen.lineWidth = 1;
     pen.textAlign = "left";
     for (let n = Math.ceil(view.t0 / step); n * step <= view.t1; n++) {
-      const x = Math.round(this.x(n * step)) + 0.5, label = time(n * step, step);
+      const x = Math.round(this.x(n * step)) + 0.5, label = time(n * step, step, view.t1);
       pen.beginPath();
       pen.moveTo(x, 4);
       pen.lineTo(x, height - 8);
@@ -162,11 +167,27 @@ class Timeline {
     const every = Math.ceil(13 / this.pitch), words = this.left > 40 ? "stage " : "";
     pen.textAlign = "left";
     this.rows.forEach((row, at) => {
-      const mark = this.marked.has(row.stage);
+      const mark = this.stages.has(row.stage);
       if (at % every && !mark) return;
       pen.fillStyle = mark ? colour("alarm") : ink;
       pen.fillText((mark ? "\u25b2 " : "") + words + row.stage, 0, this.top + at * this.pitch + bar / 2 + 0.5);
     });
+    for (const edge of this.edges) {
+      const [from, to] = edge.split(">").map((stage) => this.rows.findIndex((row) => row.stage === +stage)), x = this.left - 7;
+      if (from < 0 || to < 0) continue;
+      const [y0, y1] = [from, to].map((at) => this.top + at * this.pitch + bar / 2), down = Math.sign(y1 - y0);
+      pen.fillStyle = pen.strokeStyle = colour("alarm");
+      pen.lineWidth = 2;
+      pen.beginPath();
+      pen.moveTo(x, y0);
+      pen.lineTo(x, y1 - 4 * down);
+      pen.stroke();
+      pen.beginPath();
+      pen.moveTo(x, y1);
+      pen.lineTo(x - 4, y1 - 7 * down);
+      pen.lineTo(x + 4, y1 - 7 * down);
+      pen.fill();
+    }
   }
 
   // The hovered action or wait, and a line from what it waited for.
