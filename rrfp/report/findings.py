@@ -7,6 +7,7 @@ evaluation, a rank is missing...), its share of the critical path stands in.
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import sqrt, tanh
 from statistics import correlation, fmean, median, pstdev
 
 from rrfp.report.causes import Explanation
@@ -71,6 +72,9 @@ class _Finder:
             self.work[rank] = dict(sums)
 
     def all(self) -> list[Finding]:
+        if self.graph.lost:
+            text = f"{_listed('Rank', list(self.graph.lost))} did not finish call {self.graph.number}: nothing is judged by a part of it."
+            return [Finding("none", _listed("rank", list(self.graph.lost)), text, (), 0.0)]
         faults = [*self.slow_ranks(), *self.late_edges()]
         faults += self.small_limit()
         variation = [*self.varying_work(), *self.varying_messages()]
@@ -134,7 +138,7 @@ class _Finder:
         mine, others = defaultdict(list), defaultdict(list)
         for step in self.graph.steps:
             (mine if step.rank == rank else others)[step.action.kind].append(step.end - step.start)
-        parts = [f"{kind} {median(mine[kind]) * 1e3:.3g} ms (others {median(others[kind]) * 1e3:.3g})" for kind in sorted(mine, reverse=True)
+        parts = [f"{kind} {median(mine[kind]) * 1e3:.3g} ms (others {median(others[kind]) * 1e3:.3g})" for kind in sorted(mine, key="FBIW".find)
                  if kind in others]
         return f"{_listed('stage', self.graph.stages_of(rank))}: {', '.join(parts)}, medians"
 
@@ -200,12 +204,14 @@ class _Finder:
         for wait in self.explanation.waits:
             if wait.cause == "memory limit":
                 idle[wait.rank] += wait.end - wait.start
+        idle = Counter({rank: held for rank, held in idle.items() if held > SHARE * self.graph.seconds})
         peaks = [max((step.in_flight for step in row), default=0) for row in self.graph.rows.values()]
-        text = (f"The limit {policy.limit} is too small: ready forwards were held back while later stages had nothing to do; "
+        why = "ready forwards were held back while later stages had nothing to do" if idle else "it leaves no slack for what varies"
+        text = (f"The limit {policy.limit} is too small: {why}; "
                 f"limit {best.policy.limit} would make it {now.seconds / best.seconds:.2f}x as fast (predicted).")
         evidence = [f"at most {_counts(peaks)} activations in flight per rank"]
-        evidence += [f"rank {rank} held a ready forward back {seconds / self.graph.seconds:.0%} of the call"
-                     for rank, seconds in idle.most_common(MOST) if seconds > SHARE * self.graph.seconds]
+        evidence += [f"rank {rank} was idle with a ready forward at hand for {held / self.graph.seconds:.0%} of the call"
+                     for rank, held in idle.most_common(MOST)]
         evidence.append(f"limit {best.policy.limit}: {best.seconds * 1e3:.0f} ms, limit {policy.limit}: {now.seconds * 1e3:.0f} ms (predicted)")
         return [Finding("limit", f"limit {policy.limit}", text, tuple(evidence), seconds)]
 
@@ -293,10 +299,11 @@ def _follows_data(taken: dict[tuple[int, str], dict[int, float]], stage: int) ->
     forward = taken.get((stage, "F"), {})
     backward = taken.get((stage, "B")) or taken.get((stage, "I"), {})
     common = sorted(set(forward) & set(backward))
-    if len(common) < 4:
-        return False
     x, y = [forward[m] for m in common], [backward[m] for m in common]
-    return min(pstdev(x), pstdev(y)) > 0 and correlation(x, y) > 0.5
+    if len(common) < 5 or min(pstdev(x), pstdev(y)) == 0:
+        return False
+    # Fisher's z: unrelated durations come above three standard deviations once in 700 times.
+    return correlation(x, y) > max(0.5, tanh(3 / sqrt(len(common) - 3)))
 
 
 def _quartile_range(values: list[float]) -> float:

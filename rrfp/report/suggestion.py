@@ -10,6 +10,8 @@ from rrfp.simulate.costs import Costs
 
 WORTH = 1.02
 """A predicted speed-up below this is not worth a change: predictions are good to a few percent."""
+FREE = 1.05
+"""So much more must microbatches out of order promise: their gradients are summed in another order, so they round otherwise."""
 _BUDGET = 400_000
 """Actions simulated in all: beyond a few long calls only the likeliest ways are tried."""
 
@@ -40,14 +42,21 @@ def suggest(costs: Costs, policy: Policy, *, mode: str | None = None) -> Suggest
     now = WhatIf(costs, policy, mode == MEGATRON)
     actions = costs.stages * costs.microbatches * (3 if policy.split else 2)
     candidates = list(_candidates(now))[: max(3, _BUDGET // actions)]
-    best = best_of([now, *candidates])
-    if best is None or best is now or now.seconds < WORTH * best.seconds:
+    best = best_of([now, *candidates]) or now
+    if policy.lanes == 1 and any(late > 0 for late in costs.delays.values()):
+        # Late messages then hold back nothing behind them.
+        free = best.with_policy(replace(best.policy, mode="ready", hint="alt", lanes=4, order="free"))
+        if best.seconds > FREE * free.seconds:
+            best = free
+    if best is now or now.seconds < WORTH * best.seconds:
         return None
     speedup = now.seconds / best.seconds
     peaks = best.costs.simulate(best.policy).peak_in_flight
     before = costs.simulate(policy).peak_in_flight
     memory = "at the same memory" if max(peaks) <= max(before) else f"for at most {max(peaks)} activations on a rank instead of {max(before)}"
     text = f"{_change(now, best.policy)}: predicted {speedup:.2f}x, {memory}"
+    if best.policy.order == "free" != policy.order:
+        text += "; gradients are then summed in another order and round otherwise"
     return Suggestion(text, mode_name(best.policy), speedup, best.seconds)
 
 
@@ -65,9 +74,6 @@ def _candidates(now: WhatIf) -> Iterator[WhatIf]:
             other = replace(base, hint=hint, mode="ready", split=hint in SPLIT_ONLY or (policy.split and costs.splits))
             if other != base:
                 yield now.with_policy(other)
-    if policy.lanes == 1 and any(late > 0 for late in costs.delays.values()):
-        # Late messages then hold back nothing behind them: other rounding, the same mathematics.
-        yield now.with_policy(replace(policy, hint="alt", mode="ready", limit="2p", lanes=4, order="free", split=False))
 
 
 def _change(now: WhatIf, then: Policy) -> str:
@@ -79,7 +85,9 @@ def _change(now: WhatIf, then: Policy) -> str:
         pairs.append(("backward", "split" if policy.split else "whole", "split" if then.split else "whole"))
     changed = [pair for pair in pairs if pair[1] != pair[2]]
     if now.rendezvous:
-        return f"RRFP ({then.mode}, hint {then.hint}, limit {then.limit}) instead of Megatron's own 1F1B"
+        return f"{mode_name(then)} instead of Megatron's own 1F1B"
+    if len(changed) > 2:
+        return f"{mode_name(then)} instead of {mode_name(policy)}"
     news = " and ".join(f"{name} {value}" for name, _, value in changed)
     old = " and ".join(f"{name} {value}" if len(changed) > 1 else str(value) for name, value, _ in changed)
     return f"{news} instead of {old}"

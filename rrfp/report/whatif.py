@@ -73,10 +73,10 @@ def _policy(graph: Graph, placement: Placement) -> Policy | None:
         return parse_mode("strict:1f1b:1f1b")
     # The trace does not say. What it held at most tells the limit; the order is then taken for the usual one.
     peaks = {rank: max(step.in_flight for step in row) for rank, row in graph.rows.items()}
-    hint = "zb-h1" if any(step.action.kind == "W" for step in graph.steps) else "1f1b"
+    way = "ready:announced:{}:split" if any(step.action.kind == "W" for step in graph.steps) else "strict:1f1b:{}"
     for shape in SHAPES:
         if all(peaks[rank] == limit_of(shape, placement, rank, graph.microbatches) for rank in peaks):
-            return parse_mode(f"strict:{hint}:{shape}")
+            return parse_mode(way.format(shape))
     return None
 
 
