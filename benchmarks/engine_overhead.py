@@ -10,108 +10,23 @@ import argparse
 import os
 import statistics
 import sys
-import time
-import warnings
 from dataclasses import dataclass
+from functools import partial
 
-from pipeline import Group, Job, Outcome, Stage
-
+from rrfp.compare.baselines import make_baselines
+from rrfp.compare.group import Contenders, Group, Job, Outcome
 from rrfp.placement import Placement
 from rrfp.policy import Policy
 from rrfp.simulate.clock import simulate
 
 HINTS = ("announced", "bf", "fb", "b-first", "f-first", "alt", "fill", "fill-alt", "1f1b")
-SEQUENCE, HIDDEN = 32, 512  # float32: messages of 64 KiB, as the engine's jobs
-
-
-@dataclass(frozen=True)
-class Megatron:
-    """A call of Megatron's own schedule."""
-
-    microbatches: int
-    forward: float
-
-
-class WithMegatron(Stage):
-    """A rank that also runs Megatron's schedule, on stages that sleep in forward and in autograd's backward."""
-
-    def __init__(self, rank, ranks, directory, **options):
-        super().__init__(rank, ranks, directory, **options)
-        import torch
-        from megatron.core import parallel_state
-
-        torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/gloo", rank=rank, world_size=ranks)
-        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
-        self._model = _sleeping_model(ranks, first=rank == 0)
-
-    def prepare(self, job):
-        if not isinstance(job, Megatron):
-            return super().prepare(job)
-        from megatron.core.pipeline_parallel import schedules
-
-        model = self._model
-        model.forward_seconds, model.peak = job.forward, 0
-
-        def loss(output):
-            return output.mean(), {}
-
-        def go():
-            schedules.forward_backward_pipelining_without_interleaving(
-                forward_step_func=lambda iterator, model: (model(), loss), data_iterator=None, model=model,
-                num_microbatches=job.microbatches, seq_length=SEQUENCE, micro_batch_size=1)
-            return model.peak, {}
-
-        return go
-
-    def close(self):
-        import torch
-
-        super().close()
-        torch.distributed.destroy_process_group()
-
-
-def _sleeping_model(ranks: int, *, first: bool):
-    import torch
-    from megatron.core.transformer import TransformerConfig
-
-    class Sleep(torch.autograd.Function):
-        @staticmethod
-        def forward(context, tensor, model):
-            context.model = model
-            model.held += 1
-            model.peak = max(model.peak, model.held)
-            time.sleep(model.forward_seconds)
-            return tensor.view_as(tensor)
-
-        @staticmethod
-        def backward(context, gradient):
-            time.sleep(2 * context.model.forward_seconds)
-            context.model.held -= 1
-            return gradient, None
-
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.config = TransformerConfig(num_layers=ranks, hidden_size=HIDDEN, num_attention_heads=1,
-                                            pipeline_dtype=torch.float32, pipeline_model_parallel_size=ranks)
-            self.held = self.peak = 0
-            self.weight = torch.nn.Parameter(torch.zeros(SEQUENCE, 1, HIDDEN)) if first else None
-            self.input = None
-
-        def set_input_tensor(self, tensor):
-            self.input = tensor[0] if isinstance(tensor, list) else tensor
-
-        def forward(self):
-            return Sleep.apply(self.weight if self.input is None else self.input, self)
-
-    return Model()
 
 
 # ---------------------------------------------------------------------- contenders and the table
 @dataclass(frozen=True, eq=False)
 class Contender:
     name: str
-    job: object
+    job: Job
     simulated: float
     """Seconds that the policy itself takes."""
 
@@ -126,15 +41,15 @@ def contenders(options, ideal: float) -> list[Contender]:
         return Contender(f"{label} {policy.hint}, {policy.limit}", Job(policy, microbatches, seconds),
                          simulate(policy, placement, microbatches, durations).makespan)
 
-    found = [] if options.no_megatron else [Contender("Megatron's 1F1B", Megatron(microbatches, forward), ideal)]
+    found = [] if options.no_megatron else [Contender("Megatron's 1F1B", Job("megatron-1f1b", microbatches, seconds), ideal)]
     found.append(one("strict", Policy(hint="1f1b", mode="strict")))
     return found + [one("ready", Policy(hint=hint, limit=limit)) for limit in ("1f1b", "eager") for hint in options.hints]
 
 
 def table(outcomes: dict[Contender, list[Outcome]], ideal: float) -> list[str]:
     reference = next(statistics.median(o.seconds for o in outcomes[c]) for c in outcomes if c.name.startswith("strict"))
-    lines = [f"{'':24} {'median s':>8} {'quartiles':>15} {'x ideal':>8} {'simulated':>9} {'x simulated':>11} {'x strict':>8}  "
-             f"time by cause, peak in flight per stage"]
+    lines = [" ".join([f"{'':24} {'median s':>8} {'quartiles':>15} {'x ideal':>8} {'simulated':>9} {'x simulated':>11} {'x strict':>8} ",
+                       "time by cause, peak in flight per stage"])]
     for contender, runs in outcomes.items():
         seconds = [outcome.seconds for outcome in runs]
         middle = statistics.median(seconds)
@@ -187,16 +102,9 @@ def main() -> int:
     print(f"{options.ranks} stages, {options.microbatches} microbatches, F {options.forward_ms:g} ms, "
           f"B {2 * options.forward_ms:g} ms, ideal {ideal:.3f} s; {len(os.sched_getaffinity(0))} cores, "
           f"load {os.getloadavg()[0]:.1f}; about {minutes:.1f} minutes", flush=True)
-    stage = Stage
-    if not options.no_megatron:
-        from rrfp.megatron import cpu
-
-        warnings.filterwarnings("ignore")  # Megatron's own, about what is not installed
-        cpu.enable(device_count=1)
-        cpu.patch_megatron()  # imported once, before the ranks are forked
-        stage = WithMegatron
+    baselines = make_baselines(() if options.no_megatron else ("megatron-1f1b",))  # imported once, before the ranks are forked
     load = os.getloadavg()[0]
-    with Group(options.ranks, stage=stage) as group:
+    with Group(options.ranks, stage=partial(Contenders, baselines=baselines)) as group:
         for contender in todo[:3]:
             group.run(contender.job)  # connections and buffers
         for repeat in range(options.repeats):

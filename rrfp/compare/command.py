@@ -48,8 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="rrfp-compare-") as scratch:
         out = options.out or (Path(scratch) if options.picture else None)
         if options.simulated:
-            runs = {name: [measure.outcome_of(result, each) for result, each in zip(found, costs, strict=True)]
-                    for name, found in results.items()}
+            runs = {name: [measure.outcome_of(result) for result in found] for name, found in results.items()}
             results = {}
         else:
             try:

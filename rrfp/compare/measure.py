@@ -1,6 +1,7 @@
 """Runs the modes of a comparison: for real, interleaved on one group of processes, or in simulation."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -54,12 +55,18 @@ def simulated(mode: Policy | str, costs: Costs) -> Result | None:
     return simulate_megatron_1f1b(costs) if mode == "megatron-1f1b" else None
 
 
-def outcome_of(result: Result, costs: Costs) -> Outcome:
-    """A simulated call as an outcome: computing, and the rest."""
-    compute = [0.0] * len(result.rows)
-    for rank, row in enumerate(result.rows):
-        compute[rank] = sum(costs.durations[action] for action in row)
-    return Outcome(result.makespan, list(result.peak_in_flight), [{"compute": round(seconds * 1e9)} for seconds in compute])
+def outcome_of(result: Result) -> Outcome:
+    """A simulated call as an outcome. As in a real run, the time before an action was spent waiting for what made it ready."""
+    parts = []
+    for row in result.rows:
+        spent, now = Counter(), 0.0
+        for action in row:
+            start, end = result.spans[action]
+            spent["compute"] += end - start
+            spent["B" if action.kind == "I" else action.kind] += start - now
+            now = end
+        parts.append({part: round(seconds * 1e9) for part, seconds in spent.items()})
+    return Outcome(result.makespan, list(result.peak_in_flight), parts)
 
 
 def trace_directory(out: Path, name: str) -> Path:

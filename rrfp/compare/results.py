@@ -175,11 +175,12 @@ def table(comparison: Comparison) -> list[str]:
     """Plain text: what was compared, a row per mode, and what a reader must know to trust it."""
     settings, rows = comparison.settings, comparison.rows
     parts = [part for part, name in SHARES.items() if any(name in row.shares for row in rows)]
-    head = ["mode", "median s", "q1", "q3", "faster", "x bound", "simulated", "off by"]
+    measured = settings.compute != "simulated"
+    head = ["mode", "median s", "q1", "q3", "faster", "x bound", *(["simulated", "off by"] if measured else [])]
     head += [_TITLES.get(part, part) for part in parts] + ["peak in flight per stage"]
     body = [[
         row.name, f"{row.median:.3f}", *(f"{quartile:.3f}" for quartile in row.quartiles), f"{row.speedup:.3f}",
-        _or_dash(row.over_bound, ".3f"), _or_dash(row.predicted, ".3f"), _or_dash(row.error, "+.1%"),
+        _or_dash(row.over_bound, ".3f"), *([_or_dash(row.predicted, ".3f"), _or_dash(row.error, "+.1%")] if measured else []),
         *(f"{row.shares.get(SHARES[part], 0) / 10:.1f}" for part in parts), peaks(row.peaks),
     ] for row in rows]
     bounds = f"lower bound {comparison.bound:.3f} s, with a split backward {comparison.split_bound:.3f} s (medians)"

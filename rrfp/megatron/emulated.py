@@ -31,6 +31,7 @@ class MegatronStage:
 
     def __init__(self, rank: int, ranks: int, directory: str, *, work: Work):
         self._rank, self._ranks, self._work = rank, ranks, work
+        warnings.filterwarnings("ignore", module=r"megatron\.")  # about what is not installed, and no stage here uses
         join_gloo(rank, ranks, directory)
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
         self._groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"])
@@ -40,10 +41,8 @@ class MegatronStage:
     def prepare(self, job: Job) -> Callable[[], tuple[int, dict[str, int]]]:
         """As the module `rrfp.compare.group` describes a baseline. RuntimeError in go: Megatron runs its stages in another way."""
         size = max(1, job.nbytes // 8)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Megatron's own, about what no stage here uses
-            config = TransformerConfig(num_layers=self._ranks, hidden_size=size, num_attention_heads=1,
-                                       pipeline_dtype=torch.float64, pipeline_model_parallel_size=self._ranks)
+        config = TransformerConfig(num_layers=self._ranks, hidden_size=size, num_attention_heads=1, pipeline_dtype=torch.float64,
+                                   pipeline_model_parallel_size=self._ranks)
         run = _Run(job, self._rank, self._ranks, self._work, self._recorders.of(job, (self._rank,)))
         model = _Model(run, config, size if self._rank == 0 else None)
         communicator = _Communicator(run, self._groups.pp, config)
