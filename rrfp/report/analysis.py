@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from rrfp.errors import ConfigurationError
 from rrfp.report.causes import CAUSES, Explanation, Wait
+from rrfp.report.clocks import align
 from rrfp.report.critical_path import Segment, critical_path, totals
 from rrfp.report.findings import Finding, find
 from rrfp.report.spread import Spread, spread
@@ -81,8 +82,8 @@ class Analysis:
     findings: list[Finding]
     """Worst first; never empty."""
     suggestion: Suggestion | None
-    clocks: dict[str, float]
-    """Host -> how wrong its clock may be against the first host's, seconds; empty for one host."""
+    clocks: dict[str, float | None]
+    """Host -> how wrong its clock may be against the first rank's, seconds (None: unknown); empty for one host."""
     notes: list[str]
     """What a reader should know: missing ranks, cut-off files."""
 
@@ -99,6 +100,7 @@ def analyse(timeline: Timeline, *, call: int | None = None, simulations: bool = 
         ConfigurationError: no such call, or one in which no action ran.
     """
     number = _choose(timeline) if call is None else call
+    timeline, clocks = align(timeline)
     g = graph(timeline, number)
     if not any(g.rows.values()):
         raise ConfigurationError(f"call {number}: no rank ran an action in it, there is nothing to explain; name another with --call"
@@ -131,7 +133,7 @@ def analyse(timeline: Timeline, *, call: int | None = None, simulations: bool = 
         latencies=latencies,
         findings=find(g, explanation, path, what_if),
         suggestion=None if what_if is None else suggest(what_if.costs, what_if.policy, mode=g.mode),
-        clocks={},
+        clocks=clocks,
         notes=_notes(timeline, g),
     )
 

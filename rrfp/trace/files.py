@@ -61,6 +61,9 @@ class RankTrace:
     rank: int
     stages: tuple[int, ...]
     calls: dict[int, Call]
+    host: str = ""
+    boot: str = ""
+    """Ranks of the same boot of a host share a clock."""
 
 
 @dataclass
@@ -150,7 +153,7 @@ def read(directory: Path, *, calls: Iterable[int] | None = None) -> Timeline:
         headers[rank] = header = _header(path, lines[0])
         reference = next(iter(headers.values()))
         shift = 0.0 if header["boot"] and header["boot"] == reference["boot"] else _epoch(header) - _epoch(reference)
-        trace = RankTrace(rank, tuple(header["stages"]), {})
+        trace = RankTrace(rank, tuple(header["stages"]), {}, header.get("host", ""), header["boot"])
         try:
             for line in lines[1:]:
                 _add(trace, line, shift, wanted)
