@@ -28,11 +28,11 @@ const causeColour = (cause) => colour(causeVariable(cause));
 // Seconds as text: three digits or, with a `step`, as many as an axis of that step needs, in the unit of `size`.
 function time(seconds, step, size = Math.abs(seconds)) {
   if (!seconds && !step) return "0";
-  const [scale, unit] = size >= 1 ? [1, "s"] : size >= 1e-3 ? [1e3, "ms"] : [1e6, "\u00b5s"], value = seconds * scale;
-  const digits = step ? -Math.floor(Math.log10(step * scale) + 1e-9) : 2 - Math.floor(Math.log10(Math.abs(value)));
+  const [scale, unit] = size >= 0.9995 ? [1, "s"] : size >= 0.9995e-3 ? [1e3, "ms"] : [1e6, "\u00b5s"], value = seconds * scale;
+  const digits = step ? -Math.floor(Math.log10(step * scale) + 1e-9) : 2 - Math.floor(Math.log10(Math.abs(value) * 1.0005));
   return value.toFixed(Math.min(Math.max(digits, 0), 7)) + " " + unit;
 }
-const percent = (share) => (100 * share).toFixed(share < 0.0995 && share > 0 ? 1 : 0) + "%";
+const percent = (share) => (share > 0 && share < 0.0005 ? "<0.1%" : (100 * share).toFixed(share < 0.0995 && share > 0 ? 1 : 0) + "%");
 const sum = (values) => values.reduce((a, b) => a + b, 0);
 // A rank's name: its stage where the two are the same.
 function named(rank, call) {
@@ -76,8 +76,10 @@ function prepare(call) {
   const parts = Object.values(call.utilisation), whole = Math.max(sum(parts.map((each) => sum(Object.values(each)))), 1e-12);
   call.computing = sum(parts.map((each) => each.compute || 0)) / whole;
   call.emulated = sum([...call.actions.padded]) / Math.max(sum(parts.map((each) => each.compute || 0)), 1e-12);
-  const text = call.findings.filter((each) => each.cause !== "none").map((each) => each.where).join(" ");
-  call.markedStages = new Set([...text.matchAll(/stages? (\d+)/g)].map((each) => +each[1]));
+  const text = call.findings.filter((each) => each.cause !== "none").map((each) => each.where).join("; ");
+  // "stage 5", "stages 0-1", "stages 0, 2-3"
+  call.markedStages = new Set([...text.matchAll(/stages? ([\d, -]+)/g)].flatMap(([, list]) => [...list.matchAll(/(\d+)(?:-(\d+))?/g)])
+    .flatMap(([, first, last]) => call.stages.filter((stage) => stage >= +first && stage <= +(last ?? first))));
   call.markedEdges = new Set([...text.matchAll(/\d+>\d+/g)].map((each) => each[0]));
   call.ready = true;
   return call;
@@ -89,7 +91,7 @@ function actionLines(call, i) {
     `${name}: ${KINDS[a.kind[i]] || a.kind[i]} of microbatch ${a.microbatch[i] ?? "-"} on stage ${a.stage[i]}`,
     `${time(a.start[i])} to ${time(a.end[i])}: ${time(a.end[i] - a.start[i])}` + (a.padded[i] ? ` (${time(a.padded[i])} emulated)` : ""),
     `Started then because: ${a.reason[i]}`,
-    a.waited_for[i] ? `Waited for: ${a.waited_for[i]}` : "Did not wait",
+    a.waited_for[i] ? `The rank idled before, for: ${a.waited_for[i]}` : "The rank did not idle before",
     `In flight: ${a.in_flight[i]}` + (a.critical[i] ? ". On the critical path" : ""),
   ];
 }
@@ -123,18 +125,19 @@ function verdict(call) {
   );
 }
 
-function figures(calls) {
-  const several = calls.length > 1, both = (value) => calls.map(value).join(" | ");
+function figures(calls, names) {
   const peaks = (call) => { const all = Object.values(call.peak_in_flight); return all.length > 8 ? `${Math.max(...all)} to ${Math.min(...all)}` : all.join(" "); };
-  const largest = (call) => { const [[name, value] = ["none", 0]] = Object.entries(call.critical_totals); return `${percent(value / call.seconds)} ${name}`; };
+  const largest = (call) => Object.entries(call.critical_totals).reduce((a, b) => (b[1] > a[1] ? b : a), ["none", 0]);
+  const emulated = calls.find((call) => call.emulated > 0.005);
   const shown = [
-    [both((call) => time(call.seconds)), several ? `iteration (${(calls[0].seconds / calls[1].seconds).toFixed(2)}x the second's time)` : "iteration"],
-    [both((call) => percent(call.computing)), "of the ranks' time is computing" + (calls[0].emulated > 0.005 ? ` (${percent(calls[0].emulated)} of it emulated)` : "")],
-    [both((call) => percent(1 - call.computing)), "idle (bubble)"],
-    [both((call) => Math.max(...Object.values(call.peak_in_flight), 0)), `peak in flight; per rank ${both(peaks)}`],
-    [both(largest), "largest part of the critical path"],
+    ["iteration" + (names.length ? `: ${(calls[0].seconds / calls[1].seconds).toFixed(2)} to 1` : ""), (call) => time(call.seconds)],
+    ["of the ranks' time is computing" + (emulated ? ` (${percent(emulated.emulated)} of it emulated)` : ""), (call) => percent(call.computing)],
+    ["idle (bubble)", (call) => percent(1 - call.computing)],
+    [`peak in flight; per rank ${calls.map(peaks).join(" | ")}`, (call) => Math.max(0, ...Object.values(call.peak_in_flight))],
+    ["largest part of the critical path", (call) => percent(largest(call)[1] / call.seconds) + " " + largest(call)[0]],
   ];
-  get("figures").replaceChildren(...shown.map(([value, name]) => make("div", { className: "figure" }, make("b", {}, value), make("span", {}, name))));
+  get("figures").replaceChildren(...shown.map(([text, value]) => make("div", { className: "figure" },
+    ...calls.map((call, i) => make("b", {}, value(call), names[i] ? make("small", {}, names[i]) : null)), make("span", {}, text))));
 }
 
 const inOrder = (kinds) => [...new Set([...Object.keys(KINDS), ...kinds])].filter((kind) => kinds.includes(kind));
@@ -189,8 +192,11 @@ function bubbles(call) {
 }
 
 function critical(call, pick) {
-  const { name, what, start, end } = call.critical_path, totals = Object.entries(call.critical_totals).map(([part, value]) => ({
-    cells: [make("td", { className: "wide" }, part), time(value), bar(value / call.seconds)] }));
+  const { name, what, start, end } = call.critical_path, entries = Object.entries(call.critical_totals).sort((a, b) => b[1] - a[1]);
+  // Parts under 1% would only make the list long.
+  const large = entries.filter(([, value], i) => i < 3 || value >= 0.01 * call.seconds), small = entries.slice(large.length);
+  if (small.length) large.push([`${small.length} other part${small.length > 1 ? "s" : ""}, each under 1%`, sum(small.map((each) => each[1]))]);
+  const totals = large.map(([part, value]) => ({ cells: [make("td", { className: "wide" }, part), time(value), bar(value / call.seconds)] }));
   const most = 500, order = [...name.keys()].sort((a, b) => end[b] - start[b] - (end[a] - start[a])).slice(0, most).sort((a, b) => start[a] - start[b]);
   const steps = order.map((i) => ({ cells: [name[i], what[i], time(start[i]), time(end[i] - start[i])], go: [start[i], end[i]] }));
   const label = name.length > most ? `The ${most} longest of ${name.length} steps, in order` : `All ${name.length} steps, in order`;
@@ -229,7 +235,9 @@ function spread(target, rows, head, marked, empty) {
     const middle = rows.filter((each) => each.kind === kind).map((each) => each.p50).sort((a, b) => a - b);
     usual.set(kind, middle[middle.length >> 1]);
   }
-  const lines = rows.map((each) => {
+  const rank = (each) => (each.kind === "message" ? +(Number(each.where.split(">")[0]) > Number(each.where.split(">")[1])) : each.stage), order = inOrder([...usual.keys()]);
+  // Stages with their kinds in order; forward edges, then backward ones.
+  const lines = [...rows].sort((a, b) => rank(a) - rank(b) || a.stage - b.stage || order.indexOf(a.kind) - order.indexOf(b.kind)).map((each) => {
     const ratio = usual.get(each.kind) ? each.p50 / usual.get(each.kind) : 1, mark = marked(each);
     return { cells: [make("td", { className: mark ? "alarm" : "" }, (mark ? "\u25b2 " : "") + each.where), each.n, time(each.p5), time(each.p50), time(each.p95),
       make("td", { className: mark ? "alarm" : "" }, ratio.toFixed(2) + "x"), percent(each.variability)] };
@@ -249,8 +257,8 @@ function show(runs, number) {
   const call = prepare(runs[0].calls[number]), calls = [call, ...runs.slice(1).map((run) => prepare(run.calls[0]))];
   tip(null);
   verdict(call);
-  figures(calls);
   const view = new View(Math.max(...calls.map((each) => each.seconds), 1e-6)), names = calls.length > 1 ? runs.map((run) => run.title) : [];
+  figures(calls, names);
   get("timelines").replaceChildren();
   calls.forEach((each, i) => {
     const canvas = make("canvas", { id: i ? "timeline" + (i + 1) : "timeline" });

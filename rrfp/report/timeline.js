@@ -28,6 +28,7 @@ function above(values, limit) {
   return low;
 }
 
+const FONT = "12px system-ui, 'DejaVu Sans', sans-serif";
 let lastScroll = -1e9;
 addEventListener("scroll", () => { lastScroll = performance.now(); }, { passive: true });
 
@@ -70,7 +71,7 @@ class Timeline {
     canvas.width = Math.round(width * ratio);
     canvas.height = Math.round(height * ratio);
     pen.scale(ratio, ratio);
-    pen.font = "12px system-ui, 'DejaVu Sans', sans-serif";
+    pen.font = FONT;
     pen.textBaseline = "middle";
     this.axis(pen, height, quiet);
     const bar = Math.max(1, this.pitch - (this.pitch > 8 ? 4 : this.pitch > 3 ? 1 : 0)), low = Math.max(1, bar * 0.34);
@@ -130,7 +131,7 @@ class Timeline {
           box("#fff", 0.33, from + wide - pad, y, pad, bar);
         }
         if (critical === 1) box(colour("critical"), 1, from, y + bar - 1, wide, Math.min(3, this.pitch - bar + 1));
-        if (bar >= 12 && across > 7 * String(actions.microbatch[i]).length + 4) labels.push(actions.microbatch[i], (Math.max(from, left) + Math.min(to, width)) / 2);
+        if (bar >= 12 && across > 6.5 * String(actions.microbatch[i]).length + 2) labels.push(actions.microbatch[i], (Math.max(from, left) + Math.min(to, width)) / 2);
         return true;
       });
     }
@@ -142,6 +143,7 @@ class Timeline {
     pen.fillStyle = "#fff";
     pen.textAlign = "center";
     pen.globalAlpha = 1;
+    pen.font = "11px system-ui, 'DejaVu Sans', sans-serif";
     for (let k = 0; k < labels.length; k += 2) pen.fillText(labels[k] ?? "", labels[k + 1], y + bar / 2 + 0.5);
   }
 
@@ -164,6 +166,7 @@ class Timeline {
 
   labels(pen, bar, ink) {
     if (this.pitch < 4) return;
+    pen.font = FONT;
     const every = Math.ceil(13 / this.pitch), words = this.left > 40 ? "stage " : "";
     pen.textAlign = "left";
     this.rows.forEach((row, at) => {
@@ -190,7 +193,7 @@ class Timeline {
     }
   }
 
-  // The hovered action or wait, and a line from what it waited for.
+  // The hovered action or wait, and a line from the action that let it start.
   outline(pen, bar, ink) {
     const hit = this.hovered;
     if (!hit) return;
@@ -198,7 +201,7 @@ class Timeline {
     pen.strokeStyle = ink;
     pen.lineWidth = 2;
     pen.strokeRect(this.x(spans.start[hit.i]), y, Math.max(2, this.x(spans.end[hit.i]) - this.x(spans.start[hit.i])), bar);
-    const name = /(\d+)([A-Z_]+)(\d+)/.exec((hit.wait ? spans.culprit[hit.i] : spans.waited_for[hit.i]) || "");
+    const name = /(\d+)([A-Z_]+)(\d+)/.exec((hit.wait ? spans.culprit[hit.i] : spans.reason[hit.i]) || "");
     const source = name && this.index.get(name[1] + name[2] + name[3]);
     if (source === undefined || source === null) return;
     const from = this.rows.findIndex((row) => row.stage === actions.stage[source]);

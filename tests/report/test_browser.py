@@ -107,7 +107,7 @@ def test_hovering_an_action_says_why_it_started_then(show, analysis):
     for each in analysis.actions[::7]:
         text = hover(browser, analysis, (each.start + each.end) / 2, each.stage)
         assert text.startswith(each.name + ":") and each.reason in text
-        assert (f"Waited for: {each.waited_for}" if each.waited_for else "Did not wait") in text
+        assert (f"idled before, for: {each.waited_for}" if each.waited_for else "did not idle before") in text
         assert ("On the critical path" in text) == each.critical
     browser.mouse("mouseMoved", 5, 5)
     assert browser.js("document.getElementById('tip').hidden")
@@ -192,10 +192,13 @@ def test_figures_are_the_analysis(show, analysis):
     assert f"{100 * computing:.0f}%" in figures and f"{analysis.seconds * 1e3:.0f} ms" in figures
     assert " ".join(map(str, analysis.peak_in_flight.values())) in figures
     rows = browser.js("[...document.querySelectorAll('#durations tbody tr')].map((row) => [...row.cells].map((cell) => cell.innerText))")
-    assert [re.sub("\u25b2 ", "", row[0]) for row in rows] == [each.where for each in analysis.durations]
-    for row, each in zip(rows, analysis.durations):
+    spreads = sorted(analysis.durations, key=lambda each: (each.stage, "FBIW".index(each.kind)))
+    assert [re.sub("\u25b2 ", "", row[0]) for row in rows] == [each.where for each in spreads]
+    for row, each in zip(rows, spreads):
         assert float(row[3].split()[0]) == pytest.approx(each.p50 * 1e3, rel=0.01) and row[3].endswith(" ms")
         assert row[-1] == f"{100 * each.variability:.0f}%" or each.variability < 0.0995
+    edges = browser.js("[...document.querySelectorAll('#messages tbody tr')].map((row) => row.cells[0].innerText)")
+    assert edges == ["0>1", "1>2", "2>3", "1>0", "2>1", "3>2"]
     idle = browser.js("[...document.querySelectorAll('#bubbles tbody b')].map((each) => each.innerText)")
     totals = {cause: sum(parts[cause] for parts in analysis.bubbles.values()) for cause in analysis.bubbles["0"]}
     assert idle == [cause for cause in sorted(totals, key=totals.get, reverse=True) if totals[cause] > 0]
@@ -203,11 +206,11 @@ def test_figures_are_the_analysis(show, analysis):
 
 def test_what_findings_name_is_marked(show, timeline):
     one = analyse(timeline(late_edge(stages=4, microbatches=6, edge="1>2")), call=0, simulations=False)
-    findings = [Finding("late edge", "edge 1>2", "Messages are late.", ("p50",), 1.0), Finding("straggler", "stage 3", "Slow.", (), 0.5)]
+    findings = [Finding("late edge", "edge 1>2", "Messages are late.", ("p50",), 1.0), Finding("imbalance", "stages 0, 2-3", "Slow.", (), 0.5)]
     browser = show(replace(one, findings=findings, suggestion=Suggestion("limit 2p", "ready:fill-alt:2p", 1.12, 1.0)))
     marked = "[...document.querySelectorAll('#{0} tbody tr')].map((row) => row.cells[0].innerText).filter((text) => text.startsWith('\u25b2'))"
     assert browser.js(marked.format("messages")) == ["\u25b2 1>2"]
-    assert browser.js(marked.format("durations")) == ["\u25b2 3B", "\u25b2 3F"]
+    assert browser.js(marked.format("durations")) == [f"\u25b2 {stage}{kind}" for stage in (0, 2, 3) for kind in "FB"]
     verdict = browser.js("document.getElementById('verdict').innerText")
     assert "Messages are late." in verdict and "Slow." in verdict and "--rrfp-hint fill-alt --rrfp-limit 2p" in verdict
 
