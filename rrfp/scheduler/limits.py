@@ -1,5 +1,7 @@
 """How many activations a rank may hold: the shapes that --rrfp-limit names."""
 
+import re
+
 from rrfp.errors import ConfigurationError
 from rrfp.placement import Placement
 
@@ -7,12 +9,24 @@ SHAPES = ("1f1b", "eager", "2p-1", "2p")
 
 
 def check_limit(text: str) -> None:
-    """Raises ConfigurationError unless `text` is a shape, a number, or paper:<number>."""
+    """Raises ConfigurationError unless `text` is a shape, a number, a slope <first>-<last>, or paper:<number>."""
     number = text.removeprefix("paper:")
     if text in SHAPES or (number.isdecimal() and int(number) >= 1):
         return
-    raise ConfigurationError(
-        f"--rrfp-limit {text}: must be one of {', '.join(SHAPES)}, a number of at least 1, or paper:<number>")
+    if (slope := _slope(text)) is None:
+        raise ConfigurationError(
+            f"--rrfp-limit {text}: must be one of {', '.join(SHAPES)}, a number of at least 1, a slope like 23-9, or paper:<number>")
+    first, last = slope
+    # A limit that grows along the pipeline is of no use, and a list made for it (`announced` waits over one) could deadlock.
+    if not first >= last >= 1:
+        raise ConfigurationError(
+            f"--rrfp-limit {text}: the first rank's limit must be at least the last one's, and that at least 1; write 23-9, not 9-23")
+
+
+def _slope(text: str) -> tuple[int, int] | None:
+    """The limits of the first and the last rank that `23-9` names."""
+    found = re.fullmatch(r"([0-9]+)-([0-9]+)", text)
+    return None if found is None else (int(found[1]), int(found[2]))
 
 
 def is_paper(text: str) -> bool:
@@ -41,6 +55,10 @@ def limit_of(text: str, placement: Placement, rank: int, microbatches: int) -> i
         limit = 2 * ranks - 1
     elif text == "2p":
         limit = 2 * ranks
+    elif (slope := _slope(text)) is not None:
+        # On a straight line between the two, to the nearest number.
+        steps = max(ranks - 1, 1)
+        limit = (2 * (slope[0] * (steps - rank) + slope[1] * rank) + steps) // (2 * steps)
     else:
         limit = int(text.removeprefix("paper:"))
     return min(limit, microbatches * chunks)

@@ -1,6 +1,7 @@
 """What one call costs: how long every action takes and how late every message is."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from rrfp.errors import ConfigurationError
 from rrfp.placement import Placement
@@ -39,6 +40,11 @@ class Costs:
     def splits(self) -> bool:
         """Whether I and W are known, so that a split backward can be simulated."""
         return ("I", 0, 0) in self.durations and ("W", 0, 0) in self.durations
+
+    def fed(self, order: Sequence[int]) -> "Costs":
+        """The same call with its microbatches fed in another order: position -> microbatch, as `rrfp.scheduler.sizes` gives it."""
+        tables = ({(kind, s, m): table[kind, s, order[m]] for kind, s, m in table} for table in (self.durations, self.delays))
+        return replace(self, seconds=None, **dict(zip(("durations", "delays"), tables, strict=True)))
 
     def simulate(self, policy: Policy, *, lanes: int | None = None, announce_delay: float = 0.0) -> Result:
         """The call under `policy`, in virtual seconds.

@@ -5,6 +5,7 @@ A scenario is a name. The same name and seed give the same draws everywhere, so 
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
@@ -128,10 +129,8 @@ def draw(name: str, stages: int, microbatches: int, unit: float, seed: int) -> t
         return _from_file(name, stages, microbatches, unit, seed)
     variation = VARIATION[name]
     rng = Random(f"{name}/{seed}")
-    # The order of the draws below is part of the definition.
-    images = [rng.choice([0, 0, 1, 2, 4, 8]) for _ in range(microbatches)]
+    images, lengths = _data(rng, microbatches)
     mean_images = max(sum(images) / microbatches, 1e-9)
-    lengths = [_factor(rng, 0.5) for _ in range(microbatches)]
     durations: Draws = {}
     delays: Draws = {}
     for s in range(stages):
@@ -153,6 +152,21 @@ def draw(name: str, stages: int, microbatches: int, unit: float, seed: int) -> t
             for kind in "FB":
                 delays[kind, s, m] = _late(name, unit, rng)
     return durations, delays
+
+
+def _data(rng: Random, microbatches: int) -> tuple[list[int], list[float]]:
+    """Images and length of every microbatch. The order of the draws, these first, is part of a scenario's definition."""
+    images = [rng.choice([0, 0, 1, 2, 4, 8]) for _ in range(microbatches)]
+    return images, [_factor(rng, 0.5) for _ in range(microbatches)]
+
+
+def data_sizes(name: str, microbatches: int, seed: int) -> Sequence[float]:
+    """What a scenario's data tell of every microbatch before the call: its images or its length. All equal elsewhere.
+
+    Jitter, pauses and late messages are not in it: nobody knows them in advance.
+    """
+    images, lengths = _data(Random(f"{name}/{seed}"), microbatches)
+    return images if name in _VISION else lengths if name in _LENGTHS else [1.0] * microbatches
 
 
 def _injected(level: str, stages: int, microbatches: int, unit: float, seed: int) -> tuple[Draws, Draws]:

@@ -16,8 +16,8 @@ from rrfp.errors import ConfigurationError
 from rrfp.placement import Placement
 from rrfp.policy import RULES, SPLIT_ONLY, Policy
 from rrfp.scheduler import Dependencies, Scheduler, chain
-from rrfp.scheduler.hints import Prefer
-from rrfp.scheduler.lists import LISTS
+from rrfp.scheduler.hints import Announced, Prefer
+from rrfp.scheduler.lists import LISTS, as_row, one_f_one_b
 from rrfp.simulate import Deadlock, drive
 
 
@@ -113,6 +113,28 @@ def test_control_backwards_in_order_with_forwards_free_deadlock_at_sloping_limit
     assert explore(pipeline, [2, 1], order="microbatch", admission="plain") is None
 
 
+@pytest.mark.parametrize("limits", [[3, 1], [2, 1], [3, 2]])
+def test_falling_limits_are_safe(limits):
+    for order in ("microbatch", "free"):
+        assert explore(build(Placement.looped(2), 3), limits, order=order, admission="plain") is None
+        assert explore(build(Placement.looped(2), 2, split=True), limits, order=order, admission="plain") is None
+
+
+def test_control_a_limit_that_grows_along_the_pipeline_deadlocks_the_list_that_announced_waits_over():
+    """Why --rrfp-limit 1-4 is refused: rank 0 may not start what rank 1's list wants before it goes back."""
+    def stuck(limits):
+        ranks = []
+        for rank, limit in enumerate(limits):
+            row = as_row(one_f_one_b(rank, 6, warm_up=min(limit, 2 * (4 - rank) - 1) - 1))
+            ranks.append(Scheduler(chain(Placement.looped(4), rank, 6), Announced(row, skips=1, slack=3.0), limit=limit))
+        try:
+            drive(ranks, lambda action: 1.0)
+        except Deadlock as error:
+            return str(error)
+        return None
+    assert "0F1 is held by the limit 1 (in flight 1)" in stuck([1, 2, 3, 4]) and stuck([4, 3, 2, 1]) is None
+
+
 def test_control_a_fixed_order_of_forwards_that_does_not_fit_deadlocks():
     placement = Placement.looped(2, 2)
     forwards = [[Action("F", s, m) for s in placement.stages_of(r) for m in range(2)] for r in range(2)]
@@ -137,7 +159,7 @@ def configurations(draw):
     choices = [hint for hint in (*RULES, *LISTS)
                if (split or hint not in SPLIT_ONLY) and not (chunks > 1 and hint.startswith("zb-"))]
     order = draw(st.sampled_from(["microbatch", "free", "megatron"]))
-    limits = ["1f1b", "eager", "2p-1", "2p", "1", "2", "3", "7", "paper:1", "paper:2", "paper:5"]
+    limits = ["1f1b", "eager", "2p-1", "2p", "1", "2", "3", "7", "2-1", "5-2", "19-11", "paper:1", "paper:2", "paper:5"]
     policy = Policy(
         hint=draw(st.sampled_from(choices)),
         limit=draw(st.sampled_from(limits)),

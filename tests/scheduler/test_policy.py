@@ -26,7 +26,7 @@ def registered(monkeypatch):
 
 @pytest.mark.parametrize("limit, expected", [
     ("1f1b", [4, 3, 2, 1]), ("eager", [7, 5, 3, 1]), ("2p-1", [7] * 4), ("2p", [8] * 4), ("3", [3] * 4),
-    ("99", [9] * 4), ("paper:5", [5] * 4),
+    ("99", [9] * 4), ("paper:5", [5] * 4), ("7-1", [7, 5, 3, 1]), ("9-4", [9, 7, 6, 4]), ("5-5", [5] * 4), ("99-2", [9, 9, 9, 2]),
 ])
 def test_limits(limit, expected):
     assert Policy(limit=limit).limits(Placement.looped(4), 9) == expected
@@ -40,6 +40,14 @@ def test_limits_of_chunks():
     assert Policy(limit="1f1b").limits(placement, 2) == [4, 4, 4, 4]
 
 
+def test_a_slope_goes_straight_from_the_first_rank_to_the_last():
+    assert Policy(limit="23-9").limits(Placement.looped(8), 32) == [23, 21, 19, 17, 15, 13, 11, 9]
+    assert Policy(limit="19-11").limits(Placement.looped(8), 32) == [19, 18, 17, 16, 14, 13, 12, 11]
+    assert Policy(limit="6-2").limits(Placement.looped(1), 32) == [6]
+    with pytest.raises(ConfigurationError, match="--rrfp-limit 6-1: rank 3 holds 2 chunks and 1 activations, which deadlocks"):
+        Policy(limit="6-1").scheduler(Placement.looped(4, 2), 0, 8)
+
+
 def test_no_limit_exceeds_what_can_ever_be_in_flight():
     assert Policy(limit="1f1b").limits(Placement.looped(4), 2) == [2, 2, 2, 1]
 
@@ -48,7 +56,10 @@ def test_no_limit_exceeds_what_can_ever_be_in_flight():
     ({"hint": "nonsense"}, "--rrfp-hint nonsense: is neither a hint nor a file; use one of announced, bf,"),
     ({"mode": "lazy"}, "--rrfp-mode lazy: must be one of ready, strict"),
     ({"order": "reverse"}, "--rrfp-order reverse: must be one of microbatch, megatron, free"),
-    ({"limit": "0"}, "--rrfp-limit 0: must be one of 1f1b, eager, 2p-1, 2p, a number of at least 1, or paper:<number>"),
+    ({"limit": "0"}, "--rrfp-limit 0: must be one of 1f1b, eager, 2p-1, 2p, a number of at least 1, a slope like 23-9, or paper:"),
+    ({"limit": "4-"}, "--rrfp-limit 4-: must be one of"),
+    ({"limit": "9-23"}, "--rrfp-limit 9-23: the first rank's limit must be at least the last one's, .* write 23-9, not 9-23"),
+    ({"limit": "5-0"}, "--rrfp-limit 5-0: the first rank's limit must be at least the last one's, and that at least 1"),
     ({"limit": "paper:"}, "--rrfp-limit paper:: must be"),
     ({"limit": "-3"}, "--rrfp-limit -3: must be"),
     ({"lanes": 0}, "--rrfp-lanes 0: must be at least 1"),

@@ -1,0 +1,59 @@
+"""Organ-pipe order: what it is, that the feed keeps every microbatch, and that it is worth it."""
+
+from itertools import count, islice
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rrfp.policy import Policy
+from rrfp.scheduler.sizes import feed_by_size, organ_pipe
+from rrfp.simulate.costs import from_scenario
+from rrfp.simulate.scenarios import data_sizes
+
+
+@pytest.mark.parametrize("sizes, order", [
+    ([], []), ([7], [0]), ([5, 5, 5, 5], [0, 1, 2, 3]),
+    ([1, 2, 3, 4, 5, 6], [1, 3, 5, 4, 2, 0]), ([6, 5, 4, 3, 2, 1], [4, 2, 0, 1, 3, 5]), ([2, 9, 2], [2, 1, 0]),
+])
+def test_organ_pipe(sizes, order):
+    assert organ_pipe(sizes) == order
+
+
+@given(st.lists(st.floats(0, 1e6), max_size=40))
+def test_it_is_a_permutation_that_rises_and_then_falls(sizes):
+    order = organ_pipe(sizes)
+    assert sorted(order) == list(range(len(sizes)))
+    fed = [sizes[index] for index in order]
+    top = fed.index(max(fed)) if fed else 0
+    assert fed[:top] == sorted(fed[:top]) and fed[top:] == sorted(fed[top:], reverse=True)
+
+
+def test_the_feed_orders_call_by_call_and_loses_nothing():
+    batches = [3, 1, 2, 9, 9, 8, 5, 4]
+    assert list(feed_by_size(iter(batches), 3, float)) == [2, 3, 1, 9, 9, 8, 5, 4]
+    assert list(feed_by_size(iter([]), 3, float)) == []
+    # An endless loader is read one call ahead, no further.
+    endless = count()
+    assert list(islice(feed_by_size(endless, 4, float), 4)) == [1, 3, 2, 0] and next(endless) == 4
+
+
+@pytest.mark.parametrize("name", ["images-tokens", "paper-language"])
+def test_equal_memory_and_a_shorter_call(name):
+    policies = [Policy(hint="fill-alt", limit="2p"), Policy(hint="fill-r", limit="2p-1", split=True)]
+    for seed in range(3):
+        costs = from_scenario(name, stages=8, microbatches=32, unit=1.0, seed=seed)
+        fed = costs.fed(organ_pipe(data_sizes(name, 32, seed)))
+        against = costs.fed(sorted(range(32), key=data_sizes(name, 32, seed).__getitem__, reverse=True))
+        for policy in policies:
+            time = fed.simulate(policy).makespan
+            assert time < costs.simulate(policy).makespan, f"seed {seed}"
+            assert time < against.simulate(policy).makespan, f"largest first is no such order; seed {seed}"
+
+
+def test_sizes_are_those_of_the_draws():
+    costs = from_scenario("lengths", stages=8, microbatches=32, unit=1.0, seed=3)
+    sizes = data_sizes("lengths", 32, 3)
+    took = [sum(costs.durations["F", s, m] for s in range(8)) / 8 for m in range(32)]
+    assert all(abs(a / b - 1) < 0.2 for a, b in zip(took, sizes, strict=True))
+    assert set(data_sizes("spikes", 32, 3)) == {1.0}
