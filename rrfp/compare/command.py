@@ -7,12 +7,14 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 from rrfp.compare.ladder import fixed_orders, ladder, ladder_json, ladder_table, rungs
 from rrfp.compare.results import Settings, as_json, summarise, table
 from rrfp.errors import ConfigurationError
 from rrfp.simulate.bounds import lower_bound
-from rrfp.simulate.costs import from_scenario
+from rrfp.simulate.costs import Costs, from_scenario
+from rrfp.simulate.scenarios import SCENARIOS
 
 DEFAULT_MODES = ("megatron-1f1b", "strict:1f1b:1f1b", "ready:announced:1f1b", "ready:alt:2p", "ready:fill-r:2p-1")
 
@@ -27,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if options.stages < 2:
         raise ConfigurationError(f"--stages {options.stages}: a pipeline has at least 2 stages; for example --stages 4")
-    causes = rungs(lanes=options.lanes if options.lanes > 1 else 4) if options.explain else {}
+    causes = rungs(lanes=options.lanes if options.lanes > 1 else 8) if options.explain else {}
     beside = fixed_orders(options.stages) if options.explain else ()
     texts = [*causes, *beside, *(options.modes or (() if options.explain else DEFAULT_MODES))]
     modes = measure.parse_modes(texts, lanes=1 if options.explain else options.lanes)
@@ -43,8 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = {name: [measure.simulated(mode, each) for each in costs] for name, mode in modes.items()}
 
     cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
-    settings = Settings(options.scenario, options.stages, options.microbatches, options.unit, tuple(seeds), options.lanes,
-                        "simulated" if options.simulated else options.compute, cores, load)
+    compute = "simulated" if options.simulated else options.compute
+    settings = Settings(options.scenario, options.stages, options.microbatches, _unit(options, costs[0]), tuple(seeds), options.lanes,
+                        compute, cores, load)
     with tempfile.TemporaryDirectory(prefix="rrfp-compare-") as scratch:
         out = options.out or (Path(scratch) if options.picture else None)
         if options.simulated:
@@ -57,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"rrfp compare: {error}", file=sys.stderr)
                 return 1
         comparison = summarise(
-            settings, runs, bounds=[(lower_bound(each, split=False).seconds, lower_bound(each, split=True).seconds) for each in costs],
+            settings, runs, bounds=[_bounds(each) for each in costs],
             split={name: measure.splits(mode) for name, mode in modes.items()},
             predicted={name: [result.makespan for result in found] for name, found in results.items() if found[0] is not None})
         found = ladder(causes, comparison, beside=beside) if options.explain else None
@@ -70,6 +73,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.picture is not None:
             _draw(out, list(modes), options.picture, seeds[0])
     return 0
+
+
+def _unit(options, costs: Costs) -> float:
+    """The mean forward: as asked for, unless the scenario is a file, which may have its own."""
+    if options.scenario in SCENARIOS:
+        return options.unit
+    return fmean(seconds for (kind, *_), seconds in costs.durations.items() if kind == "F")
+
+
+def _bounds(costs: Costs) -> tuple[float, float | None]:
+    return lower_bound(costs, split=False).seconds, lower_bound(costs, split=True).seconds if costs.splits else None
 
 
 def _draw(out: Path, names: Sequence[str], path: Path, seed: int) -> None:
@@ -118,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=_range, metavar="A-B", help="draws, one repeat each (default 0 to repeats - 1)")
     parser.add_argument("--repeats", type=_positive, metavar="N", help="repeats (default 5, or one per seed)")
     parser.add_argument("--lanes", type=_positive, default=1, metavar="N", help="FIFO lanes per edge of modes that do not say: with 1 "
-                        "a late message holds back those behind it; under --explain the lanes of the last rung (default there 4)")
+                        "a late message holds back those behind it; under --explain the lanes of the last rung (default there 8)")
     parser.add_argument("--compute", choices=("emulated", "real"), default="emulated", help="stages sleep, or multiply matrices")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="write a PNG of the first repeat there")

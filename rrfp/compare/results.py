@@ -73,11 +73,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows in the order of the modes. bound, split_bound: lower bounds in seconds, medians over repeats."""
+    """Rows in the order of the modes. bound, split_bound: lower bounds in seconds, medians over repeats (None: I and W not known)."""
 
     settings: Settings
     bound: float
-    split_bound: float
+    split_bound: float | None
     rows: tuple[Row, ...]
 
     def of(self, name: str) -> Row:
@@ -89,7 +89,7 @@ def summarise(
     settings: Settings,
     runs: Mapping[str, Sequence[Outcome]],
     *,
-    bounds: Sequence[tuple[float, float]],
+    bounds: Sequence[tuple[float, float | None]],
     split: Mapping[str, bool | None],
     predicted: Mapping[str, Sequence[float]],
 ) -> Comparison:
@@ -97,7 +97,7 @@ def summarise(
 
     Args:
         runs: by mode, one outcome per repeat.
-        bounds: per repeat, the lower bound and that of a split backward.
+        bounds: per repeat, the lower bound and that of a split backward (None where the costs of I and W are not known).
         split: by mode, which of the two is its bound; None: neither.
         predicted: by mode, per repeat, what simulation says; modes that it cannot simulate are not in it.
     """
@@ -121,7 +121,8 @@ def summarise(
             overruns=sum(outcome.overruns for outcome in outcomes),
             actions=kinds * settings.stages * settings.microbatches * len(outcomes),
         ))
-    return Comparison(settings, median(pair[0] for pair in bounds), median(pair[1] for pair in bounds), tuple(rows))
+    known = [pair[1] for pair in bounds if pair[1] is not None]
+    return Comparison(settings, median(pair[0] for pair in bounds), median(known) if known else None, tuple(rows))
 
 
 def shares(outcomes: Sequence[Outcome]) -> dict[str, int]:
@@ -183,7 +184,7 @@ def table(comparison: Comparison) -> list[str]:
         _or_dash(row.over_bound, ".3f"), *([_or_dash(row.predicted, ".3f"), _or_dash(row.error, "+.1%")] if measured else []),
         *(f"{row.shares.get(SHARES[part], 0) / 10:.1f}" for part in parts), peaks(row.peaks),
     ] for row in rows]
-    bounds = f"lower bound {comparison.bound:.3f} s, with a split backward {comparison.split_bound:.3f} s (medians)"
+    bounds = f"lower bound {comparison.bound:.3f} s, with a split backward {_or_dash(comparison.split_bound, '.3f')} s (medians)"
     legend = (f"faster: {rows[0].name}'s seconds / the mode's, median over repeats; x bound: seconds / its lower bound; "
               "compute to ended: percent of all ranks' time")
     return [*heading(settings), bounds, "", *columns([head, *body]), "", legend, *warnings_of(comparison)]
