@@ -1,8 +1,9 @@
 """How far policies are from what no schedule can beat, in simulation: medians over seeds, geometric means over scenarios.
 
 `python benchmarks/over_bound.py MODE ...` prints, for every mode, its time over the lower bound (which knows neither limits nor
-orders), the same of the tight bound for that mode's limits and order, and Megatron's 1F1B (modelled) over its time. A mode that
-ends in `@` is fed its microbatches in organ-pipe order of the sizes that the data tell; so is what `megatron@` names.
+orders), the same of the tight bound for that mode's limits and order, and the time of Megatron's 1F1B (`megatron`, modelled) over
+its time. A mode that ends in `@` is fed its microbatches in organ-pipe order of the sizes that the data tell; Megatron's 1F1B that it
+is compared with is not, see `megatron@`.
 """
 
 import argparse
@@ -11,19 +12,12 @@ from math import exp, log
 from statistics import median
 
 from rrfp.mode import parse_mode
-from rrfp.scheduler.sizes import organ_pipe
 from rrfp.simulate.bounds import lower_bound, tight_bound
 from rrfp.simulate.costs import Costs, from_scenario
 from rrfp.simulate.rendezvous import simulate_megatron_1f1b
-from rrfp.simulate.scenarios import data_sizes
+from rrfp.simulate.scenarios import BY_SIZE
 
 SCENARIOS = ("uniform", "jitter-0.3", "lengths", "images-tokens", "mixed", "spikes", "paper-language", "paper-multimodal")
-
-
-def draws(name: str, seed: int, stages: int, microbatches: int) -> tuple[Costs, Costs]:
-    """The call as drawn, and fed in organ-pipe order."""
-    costs = from_scenario(name, stages=stages, microbatches=microbatches, unit=1.0, seed=seed)
-    return costs, costs.fed(organ_pipe(data_sizes(name, microbatches, seed)))
 
 
 def runner(mode: str) -> Callable[[Costs], tuple[float, float, float]]:
@@ -49,16 +43,16 @@ def main() -> None:
     parser.add_argument("--scenarios", nargs="+", default=SCENARIOS, metavar="NAME")
     options = parser.parse_args()
     first, last = map(int, options.seeds.split("-"))
-    calls = {name: [draws(name, seed, options.stages, options.microbatches) for seed in range(first, last + 1)]
-             for name in options.scenarios}
-    base = {name: [simulate_megatron_1f1b(drawn).makespan for drawn, _ in pairs] for name, pairs in calls.items()}
+    calls = {name: [from_scenario(name, stages=options.stages, microbatches=options.microbatches, unit=1.0, seed=seed)
+                    for seed in range(first, last + 1)] for each in options.scenarios for name in (each, BY_SIZE + each)}
+    base = {name: [simulate_megatron_1f1b(call).makespan for call in calls[name]] for name in options.scenarios}
     print(f"{options.stages} stages, {options.microbatches} microbatches, seeds {options.seeds}")
     print(f"{'time over the lower bound':38}", *(f"{name[:12]:>12}" for name in options.scenarios), " all  bound  over Megatron", sep=" ")
     for mode in options.modes:
         run = runner(mode.removesuffix("@"))
         ratios, tight, gain = [], [], []
-        for name, pairs in calls.items():
-            found = [run(pair[mode.endswith("@")]) for pair in pairs]
+        for name in options.scenarios:
+            found = [run(call) for call in calls[BY_SIZE + name if mode.endswith("@") else name]]
             ratios.append(median(time / bound for time, bound, _ in found))
             tight.append(median(sharp / bound for _, bound, sharp in found))
             gain.append(median(other / time for (time, _, _), other in zip(found, base[name], strict=True)))

@@ -1,7 +1,6 @@
 """What one call costs: how long every action takes and how late every message is."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rrfp.errors import ConfigurationError
 from rrfp.placement import Placement
@@ -41,11 +40,6 @@ class Costs:
         """Whether I and W are known, so that a split backward can be simulated."""
         return ("I", 0, 0) in self.durations and ("W", 0, 0) in self.durations
 
-    def fed(self, order: Sequence[int]) -> "Costs":
-        """The same call with its microbatches fed in another order: position -> microbatch, as `rrfp.scheduler.sizes` gives it."""
-        tables = ({(kind, s, m): table[kind, s, order[m]] for kind, s, m in table} for table in (self.durations, self.delays))
-        return replace(self, seconds=None, **dict(zip(("durations", "delays"), tables, strict=True)))
-
     def simulate(self, policy: Policy, *, lanes: int | None = None, announce_delay: float = 0.0) -> Result:
         """The call under `policy`, in virtual seconds.
 
@@ -67,7 +61,7 @@ def from_scenario(name: str, *, stages: int, microbatches: int, unit: float, see
     """The costs of one call in a scenario.
 
     Args:
-        name: one of `scenarios.SCENARIOS`, an injection level J0 to J3, or the path of a user's JSON file (docs/scenarios.md).
+        name: one of `scenarios.SCENARIOS`, the same behind `organ-pipe:`, an injection level J0 to J3, or the path of a user's JSON file (docs/scenarios.md).
         stages: S = ranks x chunks.
         unit: mean seconds of F, I and W at one stage.
         seed: same name and seed, same costs.

@@ -10,6 +10,7 @@ from pathlib import Path
 from random import Random
 
 from rrfp.errors import ConfigurationError
+from rrfp.scheduler.sizes import organ_pipe
 
 VARIATION = {
     "uniform": 0.0,
@@ -38,6 +39,9 @@ LATE = SCENARIOS[10:]
 
 LEVELS = {"J0": (0.0, 0.0, 0.0), "J1": (0.1, 0.005, 0.5), "J2": (0.2, 0.010, 1.0), "J3": (0.3, 0.015, 1.5)}
 """The RRFP paper's injection levels (its experiment with injected jitter): probability, base in seconds, and factor alpha."""
+
+BY_SIZE = "organ-pipe:"
+"""Before a scenario's name: its microbatches fed by their sizes."""
 
 _VISION = ("images", "images-tokens", "mixed", "paper-multimodal")  # stages 0 and 1 cost what the images of a microbatch cost
 _TOKENS = ("images-tokens", "mixed", "paper-multimodal")  # later stages cost more with more images
@@ -96,8 +100,8 @@ Draws = dict[tuple[str, int, int], float]
 
 
 def check_scenario(name: str) -> None:
-    """Raises ConfigurationError unless `draw` knows `name`: a scenario, a level, or a JSON file that can be read."""
-    if name in SCENARIOS or name in LEVELS:
+    """Raises ConfigurationError unless `draw` knows `name`: a scenario (behind organ-pipe: or not), a level, a JSON file that can be read."""
+    if name.removeprefix(BY_SIZE) in SCENARIOS or name in LEVELS:
         return
     if not name.endswith(".json"):
         names = ", ".join((*SCENARIOS, *LEVELS))
@@ -109,7 +113,8 @@ def draw(name: str, stages: int, microbatches: int, unit: float, seed: int) -> t
     """Durations and delays of one call.
 
     Args:
-        name: one of `SCENARIOS` or `LEVELS`, or the path of a JSON file (docs/scenarios.md).
+        name: one of `SCENARIOS`, or one behind `organ-pipe:`: the same draws, the microbatches fed in the order of
+            `rrfp.scheduler.sizes.organ_pipe`; one of `LEVELS`; or the path of a JSON file (docs/scenarios.md).
         stages: S.
         microbatches: M.
         unit: the mean duration of F, I and W, in whatever unit the result shall have (seconds for `LEVELS`, whose base is in seconds).
@@ -127,6 +132,12 @@ def draw(name: str, stages: int, microbatches: int, unit: float, seed: int) -> t
         return _injected(name, stages, microbatches, unit, seed)
     if name.endswith(".json"):
         return _from_file(name, stages, microbatches, unit, seed)
+    if name.startswith(BY_SIZE):
+        name = name.removeprefix(BY_SIZE)
+        order = organ_pipe(data_sizes(name, microbatches, seed))
+        durations, delays = ({(kind, s, m): table[kind, s, order[m]] for kind, s, m in table}
+                             for table in draw(name, stages, microbatches, unit, seed))
+        return durations, delays
     variation = VARIATION[name]
     rng = Random(f"{name}/{seed}")
     images, lengths = _data(rng, microbatches)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rrfp.errors import ConfigurationError
 from rrfp.policy import Policy
 from rrfp.scheduler.sizes import feed_by_size, organ_pipe
 from rrfp.simulate.costs import from_scenario
@@ -39,16 +40,21 @@ def test_the_feed_orders_call_by_call_and_loses_nothing():
 
 
 @pytest.mark.parametrize("name", ["images-tokens", "paper-language"])
-def test_equal_memory_and_a_shorter_call(name):
+def test_equal_work_and_memory_and_a_shorter_call(name):
     policies = [Policy(hint="fill-alt", limit="2p"), Policy(hint="fill-r", limit="2p-1", split=True)]
     for seed in range(3):
-        costs = from_scenario(name, stages=8, microbatches=32, unit=1.0, seed=seed)
-        fed = costs.fed(organ_pipe(data_sizes(name, 32, seed)))
-        against = costs.fed(sorted(range(32), key=data_sizes(name, 32, seed).__getitem__, reverse=True))
+        drawn, fed = (from_scenario(each, stages=8, microbatches=32, unit=1.0, seed=seed) for each in (name, f"organ-pipe:{name}"))
+        assert sorted(drawn.durations.values()) == sorted(fed.durations.values())
         for policy in policies:
-            time = fed.simulate(policy).makespan
-            assert time < costs.simulate(policy).makespan, f"seed {seed}"
-            assert time < against.simulate(policy).makespan, f"largest first is no such order; seed {seed}"
+            assert fed.simulate(policy).makespan < drawn.simulate(policy).makespan, f"seed {seed}"
+
+
+def test_where_the_data_do_not_vary_the_feed_changes_nothing():
+    names = ("spikes", "organ-pipe:spikes")
+    drawn, fed = (from_scenario(name, stages=4, microbatches=8, unit=1.0, seed=1) for name in names)
+    assert (drawn.durations, drawn.delays) == (fed.durations, fed.delays)
+    with pytest.raises(ConfigurationError, match="scenario organ-pipe:J1: there is no such scenario"):
+        from_scenario("organ-pipe:J1", stages=4, microbatches=8, unit=1.0, seed=1)
 
 
 def test_sizes_are_those_of_the_draws():
