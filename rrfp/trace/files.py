@@ -11,6 +11,7 @@ from typing import NamedTuple
 from rrfp.action import Action, Edge, parse_action, parse_edge
 from rrfp.errors import ConfigurationError
 from rrfp.trace.breakdown import Breakdown, break_down
+from rrfp.trace.clocks import Clock, Crossing, HostClock, align, describe
 
 
 class Ran(NamedTuple):
@@ -55,6 +56,18 @@ class Call:
     mode: str | None = None
     """What it ran under (`rrfp.mode`), if the trace says."""
 
+    def shift(self, clock: HostClock) -> None:
+        """Turns all times of this host's clock into the first host's."""
+
+        def right(time: float) -> float:
+            return time + clock.offset(self.number, time)
+
+        self.begin, self.end = right(self.begin), right(self.end)
+        self.actions = [ran._replace(start=right(ran.start), end=right(ran.end)) for ran in self.actions]
+        self.waits = [wait._replace(start=right(wait.start), end=right(wait.end)) for wait in self.waits]
+        self.arrivals = [message._replace(time=right(message.time)) for message in self.arrivals]
+        self.sent = [message._replace(time=right(message.time)) for message in self.sent]
+
 
 @dataclass
 class RankTrace:
@@ -74,7 +87,9 @@ class Timeline:
     missing: tuple[int, ...] = ()
     """Ranks that should have written a file and did not."""
     notes: tuple[str, ...] = ()
-    """What a reader should know: cut-off files, unfinished calls."""
+    """What a reader should know: cut-off files, unfinished calls, how well the clocks of several hosts are related."""
+    clocks: dict[str, Clock] = field(default_factory=dict)
+    """Host -> what was learnt of its clock; the first one's is the timeline's. Empty if all ranks share a clock."""
 
     @cached_property
     def rank_of(self) -> dict[int, int]:
@@ -126,8 +141,8 @@ class Timeline:
 def read(directory: Path, *, calls: Iterable[int] | None = None) -> Timeline:
     """Reads `directory/rank*.jsonl`.
 
-    Clocks: files of one boot share a monotonic clock; another host's is related to it through both headers' wall times, as
-    exactly as those hosts agree on the time of day.
+    Clocks: files of one boot share a monotonic clock. Another host's is related to it through both headers' wall times, and then
+    aligned by the messages between them (`rrfp.trace.clocks`): `Timeline.clocks` has the error.
 
     Args:
         calls: only these calls (default: all).
@@ -176,7 +191,38 @@ def read(directory: Path, *, calls: Iterable[int] | None = None) -> Timeline:
                 raise ConfigurationError(f"stage {stage} is in both {both}: trace each pipeline into a directory of its own")
             owners[stage] = trace.rank
     missing = tuple(rank for rank in range(expected) if rank not in traces)
-    return Timeline(traces, missing, tuple(notes))
+    clocks = _align(traces)
+    notes += [describe(host, clock) for host, clock in list(clocks.items())[1:]]
+    return Timeline(traces, missing, tuple(notes), clocks)
+
+
+def _align(traces: dict[int, RankTrace]) -> dict[str, Clock]:
+    """Puts all ranks on the first one's clock, in place. Returns what was learnt of each host's clock, first the first one's."""
+    # Without a boot id no two ranks are known to share a clock.
+    clock_of = {rank: trace.boot or f"rank {rank}" for rank, trace in traces.items()}
+    first_of = {clock: rank for rank, clock in reversed(clock_of.items())}
+    if len(first_of) < 2:
+        return {}
+    sent = {(number, message.edge, message.microbatch): (clock_of[rank], message.time)
+            for rank, trace in traces.items() for number, call in trace.calls.items() for message in call.sent}
+    crossings = []
+    for rank, trace in traces.items():
+        here = clock_of[rank]
+        for number, call in trace.calls.items():
+            for edge, microbatch, time in call.arrivals:
+                source, left = sent.get((number, edge, microbatch), (here, 0.0))
+                if source != here:
+                    crossings.append(Crossing(number, source, here, left, time))
+    clocks = align(crossings, dict.fromkeys(clock_of.values()))
+    for rank, trace in traces.items():
+        for call in trace.calls.values():
+            call.shift(clocks[clock_of[rank]])
+    hosts = [traces[rank].host for rank in first_of.values()]
+    learnt = {}
+    for clock, related in clocks.items():
+        rank, host = first_of[clock], traces[first_of[clock]].host
+        learnt[host if host and hosts.count(host) == 1 else f"{host} (rank {rank})".lstrip()] = related.summary()
+    return learnt
 
 
 def _lines(path: Path) -> tuple[list, bool]:
