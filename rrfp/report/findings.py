@@ -104,11 +104,12 @@ class _Finder:
         steady = all(_quartile_range(values) <= STEADY * median(values) for values in slow.values())
         where = _listed("stage", [stage for rank in slow for stage in self.graph.stages_of(rank)])
         evidence = [self._durations_of(rank) for rank in slow]
-        evidence.append(f"{self._share_of_path(slow):.0%} of the critical path is {where}")
+        share = self._share_of_path(slow)
+        evidence.append(f"{share:.0%} of the critical path is {where}")
         evidence.append(f"evened out, the call would take {seconds * 1e3:.0f} ms less of {self.graph.seconds * 1e3:.0f} (predicted)")
         ratio = max(mean.values())
         if len(slow) == 1 and steady:
-            text = f"{where.capitalize()} is a straggler: its work takes {ratio:.2f}x the other stages', in every microbatch"
+            text = f"{where.capitalize()} is a straggler: its work takes {ratio:.2f}x the other stages', in every microbatch, and is {share:.0%} of the critical path"
             if (ends := self._at_the_ends(slow)) is not None:
                 text += f" (it also holds {ends}: if that is why, give it fewer layers)"
             return [Finding("straggler", where, f"{text}.", tuple(evidence), seconds)]
@@ -170,8 +171,11 @@ class _Finder:
             def prompt(k: str, stage: int, microbatch: int, late: float, kind=kind, edge=edge, usual=usual) -> float:
                 return min(late, usual) if (k, stage) == (kind, edge.destination) else late
 
-            gain = self.on_path.get(f"message {edge}", 0.0)
-            seconds, mended = self._without(lambda what_if, prompt=prompt: what_if.with_delays(prompt), gain)
+            on_path = self.on_path.get(f"message {edge}", 0.0)
+            seconds, mended = self._without(lambda what_if, prompt=prompt: what_if.with_delays(prompt), on_path)
+            if self.what_if is not None and self.what_if.rendezvous:
+                # A message that waits for its receiver doesn't show how long it would have taken.
+                seconds = max(seconds, on_path)
             if seconds < SHARE * graph.seconds:
                 continue
             self.mended = mended
@@ -181,7 +185,7 @@ class _Finder:
             evidence = (
                 f"{len(latencies[edge])} messages, 5% to 95%: {_range(latencies[edge])}",
                 f"rank {graph.rank_of[edge.destination]} was idle for them {waited[str(edge)] / graph.seconds:.0%} of the call",
-                f"{self.on_path.get(f'message {edge}', 0.0) / graph.seconds:.0%} of the critical path is spent on this edge",
+                f"{on_path / graph.seconds:.0%} of the critical path is spent on this edge",
                 f"as fast as the others, the call would take {seconds * 1e3:.0f} ms less of {graph.seconds * 1e3:.0f} (predicted)",
             )
             found.append(Finding("late edge", f"edge {edge}", text, evidence, seconds))

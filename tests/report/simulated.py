@@ -13,11 +13,12 @@ from rrfp.trace.recorder import Recorder
 UNIT = 0.02
 
 
-def record(directory, costs: Costs, mode="strict:1f1b:1f1b", *, calls=1, lost=None, tell=True, overhead=1e-4, simulated=None):
+def record(directory, costs: Costs, mode="strict:1f1b:1f1b", *, calls=1, lost=None, tell=True, overhead=1e-4, simulated=None, meets=False):
     """Writes `calls` equal simulated calls into `directory` and returns their Timeline.
 
     lost: this rank's last call breaks off in the middle. tell: write the mode into the trace. overhead: seconds of a call before
-    its first and after its last action. simulated: a Result that is already there.
+    its first and after its last action. simulated: a Result that is already there. meets: messages are received when their receiver
+    comes for them, as in Megatron's schedule.
     """
     policy = parse_mode(mode)
     placement = costs.placement
@@ -36,7 +37,7 @@ def record(directory, costs: Costs, mode="strict:1f1b:1f1b", *, calls=1, lost=No
             late = costs.delays["F" if action.kind == "F" else "B", edge.destination, action.microbatch] if costs.delays else 0.0
             free[lane] = came[edge, action.microbatch] = max(left + late, free[lane])
     recorders = [Recorder(rank=r, stages=placement.stages_of(r), directory=directory, ranks=placement.ranks, debug=True,
-                          mode=mode if tell else None) for r in range(placement.ranks)]
+                          mode=("megatron-1f1b" if meets else mode) if tell else None) for r in range(placement.ranks)]
     for call in range(calls):
         zero = 100.0 + call * (result.makespan + 1.0)
         for rank, recorder in enumerate(recorders):
@@ -49,12 +50,13 @@ def record(directory, costs: Costs, mode="strict:1f1b:1f1b", *, calls=1, lost=No
                 task = tasks[action]
                 ready = max([free, *(came[edge, action.microbatch] for edge in task.arrivals),
                              *(result.spans[other].end for other in task.after)])
+                ready = start if meets else ready
                 if ready > free:
                     recorder.waited(action.kind if action.kind in "FW" else "B", zero + free, zero + ready)
                 if start > ready:
                     recorder.waited("announced", zero + ready, zero + start)
                 for edge in task.arrivals:
-                    recorder.arrival(edge, action.microbatch, zero + came[edge, action.microbatch])
+                    recorder.arrival(edge, action.microbatch, zero + (start if meets else came[edge, action.microbatch]))
                 held += task.in_flight > 0
                 recorder.action(action, zero + start, zero + end, held)
                 held += min(task.in_flight, 0)
@@ -75,11 +77,11 @@ def change(costs: Costs, *, durations=lambda kind, stage, microbatch: 1.0, delay
                  {key: value + delays(*key) for key, value in costs.delays.items()})
 
 
-def scenario(name, *, stages=8, microbatches=32, seed=0, chunks=1) -> Costs:
+def scenario(name, *, stages=6, microbatches=20, seed=0, chunks=1) -> Costs:
     return from_scenario(name, stages=stages, microbatches=microbatches, unit=UNIT, seed=seed, chunks=chunks)
 
 
-def straggler(stage=5, factor=1.5, **options) -> Costs:
+def straggler(stage=3, factor=1.5, **options) -> Costs:
     """Jittery stages, one of them slower by `factor`."""
     return change(scenario("jitter-0.1", **options), durations=lambda kind, s, m: factor if s == stage else 1.0)
 
