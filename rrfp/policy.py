@@ -231,11 +231,14 @@ class Policy:
             ConfigurationError: if this placement or number of microbatches does not go with the policy.
         """
         self._check_shape(placement, microbatches)
-        dependencies = chain(
-            placement, rank, microbatches, forward_only=forward_only, split=self.split, first_trainable=first_trainable)
+        strict = self.mode == "strict"
+        if strict and not forward_only and not first_trainable:
+            dependencies = _pipeline(placement, microbatches, self.split)[rank]  # its list was checked against them
+        else:
+            dependencies = chain(
+                placement, rank, microbatches, forward_only=forward_only, split=self.split, first_trainable=first_trainable)
         if self.order == "free":
             dependencies = first_forward_first(dependencies)
-        strict = self.mode == "strict"
         if strict:
             rows = self.list_for(placement, microbatches, measured=measured)
         else:

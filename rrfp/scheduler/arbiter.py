@@ -26,6 +26,7 @@ class Decision(NamedTuple):
 
 
 WAIT = Decision(None)
+_BEGUN, _DONE = -1, -2
 
 
 class Queue:
@@ -99,11 +100,11 @@ class Scheduler:
         self._tasks = dependencies.tasks
         self._promised_w = 0  # launched actions that will leave a weight gradient pending
         self._running: dict[Action, float] = {}
-        self._completed: set[Action] = set()
-        self._arrived: set[tuple[Edge, int | None]] = set()
         self._announced: dict[tuple[Edge, int | None], tuple[float, float]] = {}
         self._lacking: dict[Action, int] = {}
+        """How many inputs an action still lacks: 0 is ready. Then `_BEGUN`, then `_DONE`."""
         self._waiters: dict[object, list[Action]] = {}
+        """Who lacks an action or a message that is still to come."""
         self._weights_in_order: deque[Action] = deque()  # ready W, oldest first; launched ones are dropped when they surface
         self._forwards = tuple(forwards)
         self._forward_position = 0
@@ -159,12 +160,11 @@ class Scheduler:
 
     def arrived(self, edge: Edge, microbatch: int | None) -> None:
         """The message for `microbatch` is here. ValueError if it arrives twice, or nobody here waits for it."""
-        if (edge, microbatch) in self._arrived:
-            raise ValueError(f"microbatch {microbatch} arrived twice on {edge}")
         if (edge, microbatch) not in self._waiters:
+            if any(edge in task.arrivals and action.microbatch == microbatch for action, task in self._tasks.items()):
+                raise ValueError(f"microbatch {microbatch} arrived twice on {edge}")
             rank = self.dependencies.rank
             raise ValueError(f"microbatch {microbatch} arrived on {edge}, but nothing on rank {rank} waits for it")
-        self._arrived.add((edge, microbatch))
         self._satisfy((edge, microbatch))
 
     def announced(self, edge: Edge, microbatch: int | None, start: float, duration: float) -> None:
@@ -173,10 +173,11 @@ class Scheduler:
 
     def launched(self, action: Action, now: float) -> None:
         """`action` (chosen here, or agreed on in the domain) runs from now on."""
-        if self._lacking.get(action, 1) or action in self._running or action in self._completed:
+        if self._lacking.get(action, 1):
             raise ValueError(f"{action} cannot be launched: it is not ready here")
         task = self._tasks[action]
         self._running[action] = now
+        self._lacking[action] = _BEGUN
         queue = self._queues[action.stage, action.kind]
         queue.launched += 1
         while queue.position < len(queue.actions) and self._begun(queue.actions[queue.position]):
@@ -202,7 +203,7 @@ class Scheduler:
         taken = now - self._running.pop(action)
         before = self.durations.get(action.kind)
         self.durations[action.kind] = taken if before is None else before + _SMOOTHING * (taken - before)
-        self._completed.add(action)
+        self._lacking[action] = _DONE
         if task.in_flight < 0:
             self.in_flight += task.in_flight
         if task.backlog > 0:
@@ -214,7 +215,7 @@ class Scheduler:
         self._satisfy(action)
 
     def _satisfy(self, lack: object) -> None:
-        for action in self._waiters.get(lack, ()):
+        for action in self._waiters.pop(lack, ()):
             self._lacking[action] -= 1
             if not self._lacking[action]:
                 self._make_ready(action)
@@ -227,7 +228,7 @@ class Scheduler:
             self._weights_in_order.append(action)
 
     def _begun(self, action: Action) -> bool:
-        return action in self._running or action in self._completed
+        return self._lacking[action] < 0
 
     # -- what may run --------------------------------------------------------------------------------------------------
 
@@ -332,10 +333,10 @@ class Scheduler:
     def hold_until(self, action: Action, slack: float) -> float | None:
         """When to stop waiting for `action`, if all that it lacks has been announced. None: something it lacks has not."""
         task = self._tasks[action]
-        missing = [key for edge in task.arrivals if (key := (edge, action.microbatch)) not in self._arrived]
+        missing = [key for edge in task.arrivals if (key := (edge, action.microbatch)) in self._waiters]
         if not missing or any(key not in self._announced for key in missing):
             return None
-        if any(before not in self._completed for before in task.after):
+        if any(self._lacking[before] != _DONE for before in task.after):
             return None
         return max(sum(self._announced[key]) for key in missing) + slack * self.duration_of("F")
 
@@ -355,7 +356,7 @@ class Scheduler:
 
     def is_ready(self, action: Action) -> bool:
         """Every input is here and it has not been launched."""
-        return not self._lacking[action] and not self._begun(action)
+        return self._lacking[action] == 0
 
     def explain(self) -> list[str]:
         """For a hang report: per (stage, kind) the next action and what holds it, one line each."""
@@ -365,9 +366,9 @@ class Scheduler:
             if action is None:
                 continue
             task = self._tasks[action]
-            lacks = [str(before) for before in task.after if before not in self._completed]
+            lacks = [str(before) for before in task.after if self._lacking[before] != _DONE]
             lacks += [f"{edge} microbatch {action.microbatch}" for edge in task.arrivals
-                      if (edge, action.microbatch) not in self._arrived]
+                      if (edge, action.microbatch) in self._waiters]
             if lacks:
                 lines.append(f"{action} lacks {' and '.join(lacks)}")
             elif not self.admits(queue, action):
@@ -379,7 +380,7 @@ class Scheduler:
     def lacking(self) -> list[Edge]:
         """Edges whose message the next action of some (stage, kind) waits for."""
         heads = [queue.head for queue in self._queues.values() if queue.head is not None]
-        return [edge for head in heads for edge in self._tasks[head].arrivals if (edge, head.microbatch) not in self._arrived]
+        return [edge for head in heads for edge in self._tasks[head].arrivals if (edge, head.microbatch) in self._waiters]
 
     def _holder(self, queue: Queue, action: Action) -> str:
         task = self._tasks[action]

@@ -65,36 +65,29 @@ def chain(
 
     def link(source: int, destination: int) -> tuple[Edge, ...]:
         # A neighbour on the same rank is a local hand-off: a predecessor, not a message.
-        return () if placement.rank_of(source) == placement.rank_of(destination) else (Edge(source, destination),)
+        exists = 0 <= min(source, destination) and max(source, destination) <= last
+        return (Edge(source, destination),) if exists and placement.rank_of(source) != placement.rank_of(destination) else ()
 
-    def local(kind: str, neighbour: int, stage: int, microbatch: int) -> tuple[Action, ...]:
-        return (Action(kind, neighbour, microbatch),) if placement.rank_of(neighbour) == placement.rank_of(stage) else ()
+    def is_local(stage: int) -> bool:
+        return 0 <= stage <= last and placement.rank_of(stage) == rank
 
     for s in placement.stages_of(rank):
         trains = not forward_only and s >= first_trainable
+        below, above = is_local(s - 1), is_local(s + 1)
+        # One tuple for all microbatches: there may be millions of tasks.
+        from_below, to_above, from_above = link(s - 1, s), link(s, s + 1), link(s + 1, s)
+        to_below = link(s, s - 1) if s > first_trainable else ()
         for m in range(microbatches):
             forward = Action("F", s, m)
-            tasks[forward] = Task(
-                forward,
-                after=local("F", s - 1, s, m) if s > 0 else (),
-                arrivals=link(s - 1, s) if s > 0 else (),
-                sends=link(s, s + 1) if s < last else (),
-                in_flight=1 if trains else 0,
-            )
+            tasks[forward] = Task(forward, (Action("F", s - 1, m),) if below else (), from_below, to_above, 1 if trains else 0, 0)
             if not trains:
                 continue
             gradient = Action(backward, s, m)
-            tasks[gradient] = Task(
-                gradient,
-                after=(forward, *(local(backward, s + 1, s, m) if s < last else ())),
-                arrivals=link(s + 1, s) if s < last else (),
-                sends=link(s, s - 1) if s > first_trainable else (),
-                in_flight=0 if split else -1,
-                backlog=1 if split else 0,
-            )
+            after = (forward, Action(backward, s + 1, m)) if above else (forward,)
+            tasks[gradient] = Task(gradient, after, from_above, to_below, 0 if split else -1, 1 if split else 0)
             if split:
                 weight = Action("W", s, m)
-                tasks[weight] = Task(weight, after=(gradient,), in_flight=-1, backlog=-1)
+                tasks[weight] = Task(weight, (gradient,), (), (), -1, -1)
     return Dependencies(rank, placement.stages_of(rank), tasks)
 
 
