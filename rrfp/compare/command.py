@@ -54,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             runs = {name: [measure.outcome_of(result) for result in found] for name, found in results.items()}
             results = {}
         else:
+            shortest = len(modes) * sum(min(bound for bound in _bounds(each) if bound is not None) for each in costs)
+            _say(f"{len(modes)} modes, {len(costs)} repeats: at least {shortest:.0f} s")
             try:
                 runs = measure.measure(modes, costs, work=_work(options, cores), out=out, call_timeout=options.timeout, progress=_say)
             except RuntimeError as error:

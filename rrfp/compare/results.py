@@ -107,7 +107,8 @@ def summarise(
         seconds = tuple(outcome.seconds for outcome in outcomes)
         bound = None if split[name] is None else [pair[split[name]] for pair in bounds]
         said = predicted.get(name)
-        kinds = 3 if split[name] or split[name] is None else 2
+        # F and B; F, I and W; or those of two halves of every stage.
+        kinds = {False: 2, True: 3, None: 6}[split[name]]
         rows.append(Row(
             name=name,
             seconds=seconds,
