@@ -138,8 +138,7 @@ class Explanation:
         arrived = min(max(step.ready, start), end)
         late = self.late_since(message) if message is not None else None
         slow = "slow upstream" if step.direction == "F" else "slow downstream"
-        spans = [(max(begin, start), min(stop, end), cause) for cause, begin, stop in self.graph.waits[rank]
-                 if begin < end and stop > start]
+        spans = [(max(begin, start), min(stop, end), cause) for cause, begin, stop in self.graph.waited(rank, start, end)]
         hungry = _overlaps(self._hungry[rank], start, arrived) if why == "memory limit" else []
         cuts = {start, arrived, end, *(time for span in spans for time in span[:2]), *(time for gap in hungry for time in gap)}
         if late is not None:
@@ -210,7 +209,7 @@ class Explanation:
             if self.late_since(message) is not None:
                 return f"input {source} arrived, late on {message.edge}", str(message.edge)
             return f"input {source} arrived", self._owed_by(step, step.free)
-        held = [cause for cause, start, end in self.graph.waits[step.rank] if start < step.start and end > step.free]
+        held = [cause for cause, _, _ in self.graph.waited(step.rank, step.free, step.start)] if step.start > step.free else []
         if "announced" in held:
             return "held for announced work until then", "announced work"
         if "agreement" in held:

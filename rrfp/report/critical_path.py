@@ -70,13 +70,11 @@ def critical_path(graph: Graph) -> list[Segment]:
 def _pause(graph: Graph, step: Step, since: float, add) -> None:
     """The time between `since`, when a step could have started, and its start: held for announced work, or runtime."""
     until = step.start
-    for cause, start, end in reversed(graph.waits[step.rank]):
-        if cause == "announced" and start < until and end > since:
+    for cause, start, end in reversed(graph.waited(step.rank, since, until)):
+        if cause == "announced":
             add("runtime", min(end, until), until, "runtime", step)
             add("announced wait", max(start, since), min(end, until), "announced wait", step)
             until = max(start, since)
-        elif end <= since:
-            break
     add("runtime", since, until, "runtime", step)
 
 

@@ -91,6 +91,12 @@ class Graph:
     def steps(self) -> Iterable[Step]:
         return (step for row in self.rows.values() for step in row)
 
+    def waited(self, rank: int, start: float, end: float) -> list[tuple[str, float, float]]:
+        """The recorded waits of a rank that overlap (start, end). They don't overlap each other, so their ends ascend too."""
+        waits = self.waits[rank]
+        first = bisect_right(waits, start, key=lambda wait: wait[2])
+        return waits[first:bisect_left(waits, end, key=lambda wait: wait[1])]
+
     def stages_of(self, rank: int) -> list[int]:
         return [stage for stage, owner in self.rank_of.items() if owner == rank]
 

@@ -12,8 +12,8 @@ WORTH = 1.02
 """A predicted speed-up below this is not worth a change: predictions are good to a few percent."""
 FREE = 1.05
 """So much more must microbatches out of order promise: their gradients are summed in another order, so they round otherwise."""
-_BUDGET = 400_000
-"""Actions simulated in all: beyond a few long calls only the likeliest ways are tried."""
+_BUDGET = 100_000
+"""Actions simulated in all, some seconds' worth: of a longer call only the likeliest ways are tried."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,10 @@ def suggest(costs: Costs, policy: Policy, *, mode: str | None = None) -> Suggest
     Returns None if nothing promises 2% (`WORTH`).
     """
     now = WhatIf(costs, policy, mode == MEGATRON)
-    actions = costs.stages * costs.microbatches * (3 if policy.split else 2)
-    candidates = list(_candidates(now))[: max(3, _BUDGET // actions)]
+    candidates = list(_candidates(now))
+    if len(candidates) * costs.stages * costs.microbatches * 2 > _BUDGET:
+        most = candidates[-1].policy.limit
+        candidates = [each for each in candidates if each.policy.hint in (policy.hint, "alt") and each.policy.limit in (policy.limit, most)]
     best = best_of([now, *candidates]) or now
     if policy.lanes == 1 and any(late > 0 for late in costs.delays.values()):
         # Late messages then hold back nothing behind them.

@@ -16,7 +16,7 @@ from rrfp.simulate.rendezvous import simulate_megatron_1f1b
 from rrfp.trace.files import Timeline
 
 MEGATRON = "megatron-1f1b"
-LARGEST = 200_000
+LARGEST = 100_000
 """Actions of a call beyond which it is not simulated: about ten seconds each time."""
 
 
