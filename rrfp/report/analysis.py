@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from rrfp.errors import ConfigurationError
 from rrfp.report.causes import CAUSES, Explanation, Wait
-from rrfp.report.clocks import align
 from rrfp.report.critical_path import Segment, critical_path, totals
 from rrfp.report.findings import Finding, find
 from rrfp.report.spread import Spread, spread
@@ -83,7 +82,7 @@ class Analysis:
     """Worst first; never empty."""
     suggestion: Suggestion | None
     clocks: dict[str, float]
-    """Host -> how wrong its clock may be against the first rank's, seconds; empty for one host."""
+    """Host -> how wrong its clock may be against the first one's, seconds, where that is known; empty for one host."""
     notes: list[str]
     """What a reader should know: missing ranks, cut-off files."""
 
@@ -100,7 +99,6 @@ def analyse(timeline: Timeline, *, call: int | None = None, simulations: bool = 
         ConfigurationError: no such call, or one in which no action ran.
     """
     number = _choose(timeline) if call is None else call
-    timeline, errors = align(timeline)
     g = graph(timeline, number)
     if not any(g.rows.values()):
         raise ConfigurationError(f"call {number}: no rank ran an action in it, there is nothing to explain; name another with --call"
@@ -133,8 +131,8 @@ def analyse(timeline: Timeline, *, call: int | None = None, simulations: bool = 
         latencies=latencies,
         findings=find(g, explanation, path, what_if),
         suggestion=None if what_if is None else suggest(what_if.costs, what_if.policy, mode=g.mode),
-        clocks={host: error for host, error in errors.items() if error is not None},
-        notes=_notes(timeline, g, errors),
+        clocks={host: clock.error for host, clock in list(timeline.clocks.items())[1:] if clock.error is not None},
+        notes=_notes(timeline, g),
     )
 
 
@@ -200,9 +198,7 @@ def _latencies(g: Graph) -> list[Spread]:
             for edge, messages in sorted(g.latencies.items())]
 
 
-def _notes(timeline: Timeline, g: Graph, errors: dict[str, float | None]) -> list[str]:
+def _notes(timeline: Timeline, g: Graph) -> list[str]:
     notes = [f"rank {rank} is missing: it wrote no trace" for rank in timeline.missing]
     notes += [f"rank {rank} is not in call {g.number}" for rank in sorted(set(timeline.ranks) - set(g.rows))]
-    notes += [f"the clock of {host} is set by the time of day alone: no messages went both ways between it and other hosts"
-              for host, error in errors.items() if error is None]
     return notes + list(timeline.notes)

@@ -8,6 +8,7 @@ from simulated import UNIT, scenario, straggler
 
 from rrfp.errors import ConfigurationError
 from rrfp.report.analysis import CAUSES, Analysis, analyse
+from rrfp.trace.clocks import Clock
 from rrfp.trace.files import Timeline, read
 
 
@@ -87,6 +88,12 @@ def test_a_missing_rank_is_named(timeline, tmp_path):
     analysis = analyse(read(tmp_path / "trace1"))
     check(analysis)
     assert analysis.notes == ["rank 2 is missing: it wrote no trace"]
+
+
+def test_the_clocks_of_several_hosts_come_with_their_errors(timeline):
+    made = timeline(scenario("uniform", stages=2, microbatches=2))
+    made.clocks = {"a": Clock(0.0, 0.0), "b": Clock(0.3, 2e-5), "c": Clock(0.0, None)}
+    assert analyse(made).clocks == {"b": 2e-5}
 
 
 def forward_only(made: Timeline) -> Timeline:
