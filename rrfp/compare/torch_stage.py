@@ -24,6 +24,8 @@ from rrfp.errors import ConfigurationError
 from rrfp.trace.recorder import Recorder
 
 TORCH_MODES = ("torch-1f1b", "torch-zbv")
+AT_ONCE = 1e-4
+"""Seconds between an action and its send that are torch's own work, and no wait for an earlier send."""
 
 
 class TorchStage:
@@ -70,7 +72,7 @@ class TorchStage:
             recorder.begin_call(self._calls, microbatches=job.microbatches, forward_only=False, now=time.monotonic())
             self._calls += 1
             self._step(key, run)
-            recorder.end_call(time.monotonic())
+            recorder.end_call(run.sending())
             peak = run.peak / len(own)
             return int(peak) if peak == int(peak) else peak, recorder.last_call.parts()
 
@@ -111,7 +113,7 @@ def check(mode: str, ranks: int, microbatches: int) -> None:
     """Raises ConfigurationError for what PyTorch's schedules refuse."""
     if mode == "torch-1f1b" and microbatches < ranks:
         raise ConfigurationError(
-            f"--microbatches {microbatches}: torch-1f1b takes at least as many microbatches as stages: use {ranks}, or leave it out")
+            f"--microbatches {microbatches}: torch-1f1b takes at least as many microbatches as stages; use {ranks}, or leave it out")
 
 
 def wire(ranks: int, stage: int, kind: str, *, count: int) -> tuple[str, int] | None:
@@ -147,7 +149,8 @@ class _Run:
     """One call of one rank: what its stages share. One thread."""
 
     def __init__(
-        self, ranks: int, stages: tuple[int, ...], duration: Callable[[Action], float], delays: Mapping, recorder: Recorder, work: Work,
+        self, ranks: int, stages: tuple[int, ...], duration: Callable[[Action], float], delays: Mapping, recorder: Recorder,
+        work: Work,
     ):
         self.stages, self.recorder = stages, recorder
         self.counts: Counter[tuple[int, str]] = Counter()
@@ -160,8 +163,16 @@ class _Run:
         self._idle_since = time.monotonic()
 
     def idle(self) -> None:
-        """The rank has done what it had to between two actions: from here on it waits."""
+        """The rank has asked for its next message: from here on it waits for that."""
         self._idle_since = time.monotonic()
+
+    def sending(self) -> float:
+        """What was sent before has been taken, for gloo's sends last until the receiver asks, and torch waits. Returns now."""
+        now = time.monotonic()
+        if now - self._idle_since > AT_ONCE:
+            self.recorder.waited("send", self._idle_since, now)
+        self._idle_since = now
+        return now
 
     def act(self, action: Action, message: torch.Tensor | None, compute: Callable):
         kind, stage, microbatch = action
@@ -248,8 +259,8 @@ class _EmulatedStage(PipelineStage):
         return operations
 
     def _stamp(self, target: int, microbatch: int, operations: list) -> list:
-        # Both schedules start a send as soon as they have asked for it.
-        now = time.monotonic()
+        # Both schedules start a send as soon as they have asked for it, and 1F1B waits for the one before in front of that.
+        now = self.run.sending()
         for operation in operations:
             operation.tensor.detach()[0, 0] = now
             self.run.recorder.sent(Edge(self.stage_index, target), microbatch, now)

@@ -1,8 +1,8 @@
 """A pipeline's waits and memory beside the loss: scalars in TensorBoard and Weights & Biases, through Megatron's own writers.
 
-Megatron opens both writers on the last rank only. At every `--log-interval` each rank of that rank's pipeline leaves a short record
-in the job's store, and the last rank writes them once all are there: right after its gradients are final, or after a later call.
-Nobody waits for anybody, and nothing happens in other iterations, or in a job without a writer, but two sums.
+Megatron opens both writers on the last rank only. At every `--log-interval` each rank of that rank's pipeline leaves a short
+record in the job's store, and the last rank writes them once all are there: right after its gradients are final, or after a later
+call. Nobody waits for anybody, and nothing happens in other iterations, or in a job without a writer.
 """
 
 import json
@@ -68,9 +68,11 @@ class Scalars:
 
 def summary(calls: list[Breakdown]) -> dict[str, float]:
     """What one rank reports of its calls: seconds per call, and the most activations that a stage held."""
-    whole, n = combine(calls), len(calls)
-    seconds = {"total": whole.total, "waited": sum(whole.blocked.values()), "F": whole.blocked.get("F", 0), "B": whole.blocked.get("B", 0)}
-    return {name: value / 1e9 / n for name, value in seconds.items()} | {"peak": max(whole.peak_in_flight.values(), default=0)}
+    whole = combine(calls)
+    blocked = whole.blocked
+    times = {"total": whole.total, "waited": sum(blocked.values()), "F": blocked.get("F", 0), "B": blocked.get("B", 0)}
+    seconds = {name: value / 1e9 / len(calls) for name, value in times.items()}
+    return seconds | {"peak": max(whole.peak_in_flight.values(), default=0)}
 
 
 def scalars(records: list[dict[str, float]]) -> dict[str, float]:

@@ -133,7 +133,7 @@ def test_a_torch_that_calls_something_else_is_refused(tmp_path):
 
 
 def test_too_few_microbatches_are_refused():
-    with pytest.raises(ConfigurationError, match="--microbatches 3: torch-1f1b takes at least as many microbatches as stages: use 4"):
+    with pytest.raises(ConfigurationError, match="--microbatches 3: torch-1f1b takes at least as many microbatches as stages; use 4"):
         check("torch-1f1b", 4, 3)
     check("torch-1f1b", 4, 4)
     check("torch-zbv", 4, 1)
