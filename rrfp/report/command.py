@@ -11,6 +11,10 @@ from rrfp.report.page import write_page
 from rrfp.trace.files import Timeline, read
 
 
+_PATIENCE = 10_000
+"""Actions from which on the simulations of a call take longer than somebody waits without being told."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, or 2 if nothing could be read or written."""
     parser = argparse.ArgumentParser(prog="rrfp report", description=__doc__.split(": ", 1)[1])
@@ -19,15 +23,19 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help="the call to explain, may be repeated (default: the last complete training call, and the slowest)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to write (default: report.html in DIR)")
     parser.add_argument("--compare", type=Path, metavar="DIR", help="another run, drawn below on the same time axis")
+    parser.add_argument("--quick", action="store_true", help="leave out what asks the simulator: predicted gains and the suggestion")
     options = parser.parse_args(argv)
     out = options.out or options.directory / "report.html"
     try:
         timeline = read(options.directory)
-        analyses = [analyse(timeline, call=number) for number in options.call or calls_to_embed(timeline)]
+        wanted, simulations = options.call or calls_to_embed(timeline), not options.quick
+        if simulations and (large := _actions(timeline, wanted)) > _PATIENCE:
+            print(f"rrfp report: {large} actions are many to simulate, this may take minutes; --quick leaves that out", file=sys.stderr)
+        analyses = [analyse(timeline, call=number, simulations=simulations) for number in wanted]
         compare = []
         if options.compare is not None:
             other = read(options.compare)
-            compare = [analyse(other)]
+            compare = [analyse(other, simulations=False)]  # only its timeline and figures are shown
         out.parent.mkdir(parents=True, exist_ok=True)
         write_page(analyses, out, title=_name(options.directory), compare=compare,
                    compare_title=_name(options.compare or options.directory))
@@ -57,6 +65,10 @@ def calls_to_embed(timeline: Timeline) -> list[int | None]:
         return [None]
     later = list(seconds)[1:] or list(seconds)
     return list(dict.fromkeys([later[-1], max(later, key=seconds.get)]))
+
+
+def _actions(timeline: Timeline, numbers: Sequence[int | None]) -> int:
+    return sum(len(trace.calls[number].actions) for trace in timeline.ranks.values() for number in numbers if number in trace.calls)
 
 
 def _name(directory: Path) -> str:

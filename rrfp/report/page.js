@@ -32,6 +32,8 @@ function time(seconds, step, size = Math.abs(seconds)) {
   const digits = step ? -Math.floor(Math.log10(step * scale) + 1e-9) : 2 - Math.floor(Math.log10(Math.abs(value) * 1.0005));
   return value.toFixed(Math.min(Math.max(digits, 0), 7)) + " " + unit;
 }
+// From when to when, fine enough to tell the two apart.
+const span = (start, end) => [start, end].map((at) => time(at, Math.max((end - start) / 100, 1e-6), end)).join(" to ") + ": " + time(end - start);
 const percent = (share) => (share > 0 && share < 0.0005 ? "<0.1%" : (100 * share).toFixed(share < 0.0995 && share > 0 ? 1 : 0) + "%");
 const sum = (values) => values.reduce((a, b) => a + b, 0);
 // A rank's name: its stage where the two are the same.
@@ -89,7 +91,7 @@ function actionLines(call, i) {
   const a = call.actions, name = `${a.stage[i]}${a.kind[i]}${a.microbatch[i] ?? ""}`;
   return [
     `${name}: ${KINDS[a.kind[i]] || a.kind[i]} of microbatch ${a.microbatch[i] ?? "-"} on stage ${a.stage[i]}`,
-    `${time(a.start[i])} to ${time(a.end[i])}: ${time(a.end[i] - a.start[i])}` + (a.padded[i] ? ` (${time(a.padded[i])} emulated)` : ""),
+    span(a.start[i], a.end[i]) + (a.padded[i] ? ` (${time(a.padded[i])} emulated)` : ""),
     `Started then because: ${a.reason[i]}`,
     a.waited_for[i] ? `The rank idled before, for: ${a.waited_for[i]}` : "The rank did not idle before",
     `In flight: ${a.in_flight[i]}` + (a.critical[i] ? ". On the critical path" : ""),
@@ -99,7 +101,7 @@ function waitLines(call, i) {
   const w = call.waits, cause = w.cause[i];
   return [
     `rank ${w.rank[i]} idle: ${cause}`,
-    `${time(w.start[i])} to ${time(w.end[i])}: ${time(w.end[i] - w.start[i])}`,
+    span(w.start[i], w.end[i]),
     CAUSES[cause] ? CAUSES[cause][1] : "",
     w.culprit[i] ? `Waited for: ${w.culprit[i]}` : "",
   ].filter(Boolean);
@@ -116,12 +118,13 @@ function tip(lines, x, y) {
 
 function verdict(call) {
   const [first, ...others] = call.findings, idea = call.suggestion;
-  const evidence = (finding) => (finding.evidence.length ? make("p", { className: "evidence" }, finding.evidence.join(" \u00b7 ")) : null);
+  const evidence = (finding) => (finding.evidence.length ? make("p", { className: "evidence" }, finding.evidence.join("\u00a0\u00b7 ")) : null);
   get("verdict").replaceChildren(
     make("p", { className: "first" }, first.text),
     ...[evidence(first)].filter(Boolean),
     ...(others.length ? [make("ul", {}, ...others.map((each) => make("li", {}, each.text, evidence(each))))] : []),
-    ...(idea ? [make("p", { className: "try" }, make("b", {}, "Try: "), idea.text, ...(idea.flags ? [make("br"), make("code", {}, idea.flags)] : []))] : []),
+    ...(idea ? [make("p", { className: "try" }, make("b", {}, "Try: "), idea.text, make("br"),
+      ...(idea.flags ? [] : ["Training has no flags for it; in simulation: "]), make("code", {}, idea.flags || `rrfp simulate --trace DIR --modes ${idea.mode}`))] : []),
   );
 }
 
@@ -134,10 +137,10 @@ function figures(calls, names) {
     ["of the ranks' time is computing" + (emulated ? ` (${percent(emulated.emulated)} of it emulated)` : ""), (call) => percent(call.computing)],
     ["idle (bubble)", (call) => percent(1 - call.computing)],
     [`peak in flight; per rank ${calls.map(peaks).join(" | ")}`, (call) => Math.max(0, ...Object.values(call.peak_in_flight))],
-    ["largest part of the critical path", (call) => percent(largest(call)[1] / call.seconds) + " " + largest(call)[0]],
+    ["largest part of the critical path", (call) => percent(largest(call)[1] / call.seconds), (call) => largest(call)[0]],
   ];
-  get("figures").replaceChildren(...shown.map(([text, value]) => make("div", { className: "figure" },
-    ...calls.map((call, i) => make("b", {}, value(call), names[i] ? make("small", {}, names[i]) : null)), make("span", {}, text))));
+  get("figures").replaceChildren(...shown.map(([text, value, more = () => ""]) => make("div", { className: "figure" },
+    ...calls.map((call, i) => make("b", {}, value(call), make("small", {}, more(call) || names[i] || ""))), make("span", {}, text))));
 }
 
 const inOrder = (kinds) => [...new Set([...Object.keys(KINDS), ...kinds])].filter((kind) => kinds.includes(kind));

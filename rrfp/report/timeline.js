@@ -131,7 +131,7 @@ class Timeline {
           box("#fff", 0.33, from + wide - pad, y, pad, bar);
         }
         if (critical === 1) box(colour("critical"), 1, from, y + bar - 1, wide, Math.min(3, this.pitch - bar + 1));
-        if (bar >= 12 && across > 6.5 * String(actions.microbatch[i]).length + 2) labels.push(actions.microbatch[i], (Math.max(from, left) + Math.min(to, width)) / 2);
+        if (critical && bar >= 12 && across > 6.5 * String(actions.microbatch[i]).length + 2) labels.push(actions.microbatch[i], (Math.max(from, left) + Math.min(to, width)) / 2);
         return true;
       });
     }

@@ -212,6 +212,8 @@ def test_what_findings_name_is_marked(show, timeline):
     assert browser.js(marked.format("messages")) == ["\u25b2 1>2"]
     assert browser.js(marked.format("durations")) == [f"\u25b2 {stage}{kind}" for stage in (0, 2, 3) for kind in "FB"]
     verdict = browser.js("document.getElementById('verdict').innerText")
+    split = show(replace(one, suggestion=Suggestion("split", "ready:fill-r:2p-1", 1.12, 1.0))).js("document.getElementById('verdict').innerText")
+    assert "Training has no flags for it" in split and "--modes ready:fill-r:2p-1" in split
     assert "Messages are late." in verdict and "Slow." in verdict and "--rrfp-hint fill-alt --rrfp-limit 2p" in verdict
 
 

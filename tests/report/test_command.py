@@ -6,8 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from simulated import record, scenario, straggler
+from simulated import record, scenario, small_limit, straggler
 
+from rrfp.report import command
 from rrfp.report.command import calls_to_embed, main
 from rrfp.trace.files import Call, RankTrace, Timeline
 
@@ -38,6 +39,18 @@ def test_options(run, tmp_path, capsys):
     assert main([str(run), "--call", "1", "--call", "0", "--out", str(out), "--compare", str(tmp_path / "other")]) == 0
     assert calls_in(out) == [[1, 0], [0]]
     assert "RRFP report: run" in out.read_text() and "RRFP report: other" in out.read_text() and not (run / "report.html").exists()
+
+
+def test_a_large_call_is_announced_and_quick_asks_no_simulator(tmp_path, capsys, monkeypatch):
+    # At 1F1B's limit uneven microbatches make the simulator suggest a larger one.
+    record(tmp_path / "run", small_limit(stages=4, microbatches=12), "ready:announced:1f1b")
+    monkeypatch.setattr(command, "_PATIENCE", 95)  # the call has 96 actions
+    assert main([str(tmp_path / "run"), "--call", "0"]) == 0
+    said = capsys.readouterr()
+    assert said.err == "rrfp report: 96 actions are many to simulate, this may take minutes; --quick leaves that out\n" and "Try: " in said.out
+    assert main([str(tmp_path / "run"), "--call", "0", "--quick"]) == 0
+    said = capsys.readouterr()
+    assert said.err == "" and "Try: " not in said.out and "predicted" not in said.out
 
 
 def test_a_killed_and_a_missing_rank_are_no_obstacle(tmp_path, capsys):
