@@ -1,6 +1,7 @@
 """`rrfp compare`: ways of running side by side, in one run, on real processes with the real engine and transport."""
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
@@ -29,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if options.stages < 2:
         raise ConfigurationError(f"--stages {options.stages}: a pipeline has at least 2 stages; for example --stages 4")
+    _check_outputs(options)
     causes = rungs(lanes=options.lanes if options.lanes > 1 else 8) if options.explain else {}
     beside = fixed_orders(options.stages) if options.explain else ()
     texts = [*causes, *beside, *(options.modes or (() if options.explain else DEFAULT_MODES))]
@@ -75,6 +77,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.picture is not None:
             _draw(out, list(modes), options.picture, seeds[0])
     return 0
+
+
+def _check_outputs(options) -> None:
+    """What could not be written after minutes of measuring is refused before."""
+    for name, path in (("--json", options.json), ("--picture", options.picture)):
+        if path is not None and not path.parent.is_dir():
+            raise ConfigurationError(f"{name} {path}: there is no directory {path.parent}; make it first")
+    if options.picture is not None and options.simulated:
+        raise ConfigurationError(f"--picture {options.picture}: --simulated runs nothing to draw; use `rrfp simulate --picture`")
+    if options.picture is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigurationError(f"--picture {options.picture}: matplotlib is not installed (pip install matplotlib); or leave --picture out")
 
 
 def _unit(options, costs: Costs) -> float:

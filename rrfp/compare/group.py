@@ -235,11 +235,14 @@ class Group:
             self._end(1.0)
             raise
 
-    def run(self, job) -> Outcome:
-        """One job on all ranks. Raises RuntimeError as the class says."""
+    def run(self, job, *, lasts: float = 0.0) -> Outcome:
+        """One job on all ranks. Raises RuntimeError as the class says.
+
+        lasts: seconds that the job may take by itself, added to every patience.
+        """
         for pipe in self._pipes:
-            pipe.send(job)
-        rows = self._collect(10.0 + 3 * self._call_timeout)
+            pipe.send((job, lasts))
+        rows = self._collect(10.0 + 3 * self._call_timeout + lasts)
         starts, ends, overruns, peaks, parts = zip(*rows, strict=True)
         return Outcome(max(ends) - min(starts), list(peaks), list(parts), sum(overruns))
 
@@ -299,13 +302,14 @@ def _work(rank: int, make: Callable, pipes, barrier, call_timeout: float) -> Non
         before = _held()
         stage = make(rank)
         pipe.send(None)
-        while (job := pipe.recv()) is not None:
+        while (task := pipe.recv()) is not None:
+            job, lasts = task
             go = stage.prepare(job)
             barrier.wait(call_timeout)
             overruns, start = stage.work.overruns, time.monotonic()
             row = go()
             end = time.monotonic()
-            barrier.wait(call_timeout)
+            barrier.wait(call_timeout + lasts)
             pipe.send((start, end, stage.work.overruns - overruns, *row))
         stage.close()
         del stage

@@ -109,10 +109,12 @@ def measure(
         for name, mode in modes.items():  # connections, buffers, first allocations
             group.run(Job(mode, few, costs[0].durations))
         for repeat, each in enumerate(costs):
+            lasts = sum(each.durations.values()) + sum(each.delays.values())  # more than one action after another
             turn = repeat % len(names)
             for name in names[turn:] + names[:turn]:
                 trace = None if out is None else trace_directory(out, name)
-                runs[name].append(group.run(Job(modes[name], microbatches, each.durations, delays=each.delays, trace=trace)))
+                job = Job(modes[name], microbatches, each.durations, delays=each.delays, trace=trace)
+                runs[name].append(group.run(job, lasts=lasts))
             line = "  ".join(f"{name} {outcomes[-1].seconds:.3f}" for name, outcomes in runs.items())
             progress(f"repeat {repeat + 1} of {len(costs)}: {line}")
     return runs

@@ -151,6 +151,8 @@ def test_a_rank_that_fails_is_shown_and_leaves_no_process(monkeypatch, capsys):
     (["--scenario", "calm"], "calm"),
     (["--simulated", "--modes", "torch-zbv"], "--modes torch-zbv: is not modelled"),
     (["--microbatches", "2", "--modes", "torch-1f1b"], "--microbatches 2: torch-1f1b"),
+    (["--json", "nowhere/figures.json"], "--json nowhere/figures.json: there is no directory nowhere"),
+    (["--picture", "p.png", "--simulated", "--modes", "ready:alt:2p"], "--picture p.png: --simulated runs nothing to draw"),
 ])
 def test_refusals_are_one_line(arguments, says):
     given = ["--stages", "3", "--microbatches", "4", "--scenario", "uniform", *arguments]
