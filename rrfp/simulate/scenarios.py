@@ -134,7 +134,7 @@ def draw(name: str, stages: int, microbatches: int, unit: float, seed: int) -> t
         return _from_file(name, stages, microbatches, unit, seed)
     if name.startswith(BY_SIZE):
         name = name.removeprefix(BY_SIZE)
-        order = organ_pipe(data_sizes(name, microbatches, seed))
+        order = organ_pipe(data_sizes(name, microbatches, seed), stages)
         durations, delays = ({(kind, s, m): table[kind, s, order[m]] for kind, s, m in table}
                              for table in draw(name, stages, microbatches, unit, seed))
         return durations, delays

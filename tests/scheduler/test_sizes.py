@@ -18,12 +18,19 @@ from rrfp.simulate.scenarios import data_sizes
     ([1, 2, 3, 4, 5, 6], [1, 3, 5, 4, 2, 0]), ([6, 5, 4, 3, 2, 1], [4, 2, 0, 1, 3, 5]), ([2, 9, 2], [2, 1, 0]),
 ])
 def test_organ_pipe(sizes, order):
-    assert organ_pipe(sizes) == order
+    assert organ_pipe(sizes, 4) == order
+
+
+def test_a_long_call_is_cut_into_stretches():
+    sizes = [5, 1, 2, 3, 9, 7, 8, 6]
+    assert organ_pipe(sizes, 1) == [2, 0, 3, 1, 5, 4, 6, 7]
+    assert organ_pipe(sizes[:7], 1) == organ_pipe(sizes[:7], 9) == [2, 0, 6, 4, 5, 3, 1], "fewer than 8 per rank: one stretch"
+    assert sorted(organ_pipe(list(range(27)), 3)) == list(range(27))
 
 
 @given(st.lists(st.floats(0, 1e6), max_size=40))
 def test_it_is_a_permutation_that_rises_and_then_falls(sizes):
-    order = organ_pipe(sizes)
+    order = organ_pipe(sizes, 8)
     assert sorted(order) == list(range(len(sizes)))
     fed = [sizes[index] for index in order]
     top = fed.index(max(fed)) if fed else 0
@@ -32,11 +39,11 @@ def test_it_is_a_permutation_that_rises_and_then_falls(sizes):
 
 def test_the_feed_orders_call_by_call_and_loses_nothing():
     batches = [3, 1, 2, 9, 9, 8, 5, 4]
-    assert list(feed_by_size(iter(batches), 3, float)) == [2, 3, 1, 9, 9, 8, 5, 4]
-    assert list(feed_by_size(iter([]), 3, float)) == []
+    assert list(feed_by_size(iter(batches), float, microbatches=3, ranks=2)) == [2, 3, 1, 9, 9, 8, 5, 4]
+    assert list(feed_by_size(iter([]), float, microbatches=3, ranks=2)) == []
     # An endless loader is read one call ahead, no further.
     endless = count()
-    assert list(islice(feed_by_size(endless, 4, float), 4)) == [1, 3, 2, 0] and next(endless) == 4
+    assert list(islice(feed_by_size(endless, float, microbatches=4, ranks=2), 4)) == [1, 3, 2, 0] and next(endless) == 4
 
 
 @pytest.mark.parametrize("name", ["images-tokens", "paper-language"])
