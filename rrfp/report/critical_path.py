@@ -1,9 +1,10 @@
 """The chain of actions, messages and pauses that made a call as long as it was: shortening anything else gains nothing at once."""
 
+from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass
 
-from rrfp.report.steps import Graph, Step
+from rrfp.report.steps import Graph, Input, Step
 
 
 @dataclass(frozen=True)
@@ -47,24 +48,49 @@ def critical_path(graph: Graph) -> list[Segment]:
 
     add("runtime", last.end, graph.seconds, "runtime", last)
     step: Step | None = last
+    started = False
+    """Whether the path leads to the start of `step`, not through its work."""
     while step is not None:
-        add(str(step.action), step.start, step.end, "compute", step)
+        if not started:
+            add(str(step.action), step.start, step.end, "compute", step)
+        started = False
         message = step.last_input
-        if message is not None and message.arrived > step.free and message.arrived <= step.start + 1e-9:
-            _pause(graph, step, min(message.arrived, step.start), add)
-            producer = message.producer
-            # Where a record is lost the path goes on at the rank itself, as if the message had been on its way all the time.
-            left = max(message.sent, producer.end) if producer is not None else step.free
-            if message.edge is not None:
-                add(f"message {message.edge} {message.microbatch}", left, min(message.arrived, step.start), "message", step)
-            if producer is not None:
-                add("runtime", producer.end, left, "runtime", producer)
-                step = producer
-                continue
-        else:
+        if message is None or not step.free < message.arrived <= step.start + 1e-9:
             _pause(graph, step, step.free, add)
-        step = step.previous
+            step = step.previous
+            continue
+        arrived, producer = min(message.arrived, step.start), message.producer
+        _pause(graph, step, arrived, add)
+        held = _holder(graph, step, message)
+        if held is not None:
+            holder, started = held
+            left = holder.start if started else holder.end
+        elif producer is not None:
+            left = max(message.sent, producer.end)
+            holder = producer
+        else:
+            # Where a record is lost the path goes on at the rank itself, as if the message had been on its way all the time.
+            holder, left = step.previous, step.free
+        if message.edge is not None:
+            add(f"message {message.edge} {message.microbatch}", left, arrived, "message", step)
+        if held is None and producer is not None:
+            add("runtime", producer.end, left, "runtime", producer)
+        step = holder
     return segments[::-1]
+
+
+def _holder(graph: Graph, step: Step, message: Input) -> tuple[Step, bool] | None:
+    """What on the receiving rank held a message that had been sent, and whether until its start: None if nothing did.
+
+    That is the start of the action that gave the credit back, or, in a rendezvous, the end of what ran until the receiver came.
+    """
+    if message.edge is None or message.left <= message.sent + 1e-9 or message.left >= message.arrived:
+        return None
+    row = graph.rows[step.rank]
+    index = bisect_right(row, message.left, key=lambda each: each.start) - 1
+    if index < 0 or row[index] is step:
+        return None
+    return row[index], row[index].end > message.left
 
 
 def _pause(graph: Graph, step: Step, since: float, add) -> None:

@@ -70,7 +70,7 @@ def _candidates(now: WhatIf) -> Iterator[WhatIf]:
     if costs.splits:
         hints.append("fill-r")
     for base in [policy, *bigger]:
-        if base is not policy or now.rendezvous:
+        if base is not policy and not now.rendezvous:
             yield now.with_policy(base)
         for hint in hints:
             other = replace(base, hint=hint, mode="ready", split=hint in SPLIT_ONLY or (policy.split and costs.splits))

@@ -4,10 +4,11 @@ import random
 from itertools import pairwise
 
 import pytest
-from simulated import UNIT, late_edge, scenario, straggler
+from simulated import UNIT, late_edge, record, scenario, straggler
 
 from rrfp.report.critical_path import critical_path, totals
 from rrfp.report.steps import graph
+from rrfp.simulate.rendezvous import simulate_megatron_1f1b
 from rrfp.simulate.scenarios import SCENARIOS
 
 
@@ -43,6 +44,17 @@ def test_it_runs_through_a_late_edge(timeline):
     late = totals(path_of(timeline(late_edge("1>2", stages=4, microbatches=16))))
     assert late["message 1>2"] > 5 * UNIT
     assert all(seconds < UNIT for cause, seconds in late.items() if cause.startswith("message") and cause != "message 1>2")
+
+
+def test_a_message_that_waits_for_its_receiver_is_not_to_blame(timeline, tmp_path):
+    costs = straggler(2, factor=2.0, stages=4, microbatches=16)
+    result = simulate_megatron_1f1b(costs, message_cost=1e-4)
+    path = path_of(record(tmp_path / "meets", costs, simulated=result, meets=True))
+    assert all(before.end == pytest.approx(after.start, abs=1e-9) for before, after in pairwise(path))
+    assert sum(seconds for cause, seconds in totals(path).items() if cause.startswith("message")) < UNIT
+    # Nor one that waits for a credit: stage 1 is slow to take what stage 0 has long sent.
+    slow = totals(path_of(timeline(straggler(1, factor=4.0, stages=2, microbatches=12), "ready:f-first:2p")))
+    assert all(seconds < 1e-6 for cause, seconds in slow.items() if cause.startswith("message"))
 
 
 def test_a_hole_in_the_record_is_bridged(timeline):
