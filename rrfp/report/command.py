@@ -10,7 +10,6 @@ from rrfp.report.analysis import analyse
 from rrfp.report.page import write_page
 from rrfp.trace.files import Timeline, read
 
-
 _PATIENCE = 10_000
 """Actions from which on the simulations of a call take longer than somebody waits without being told."""
 

@@ -243,7 +243,7 @@ function spread(target, rows, head, marked, empty) {
   const lines = [...rows].sort((a, b) => rank(a) - rank(b) || a.stage - b.stage || order.indexOf(a.kind) - order.indexOf(b.kind)).map((each) => {
     const ratio = usual.get(each.kind) ? each.p50 / usual.get(each.kind) : 1, mark = marked(each);
     return { cells: [make("td", { className: mark ? "alarm" : "" }, (mark ? "\u25b2 " : "") + each.where), each.n, time(each.p5), time(each.p50), time(each.p95),
-      make("td", { className: mark ? "alarm" : "" }, ratio.toFixed(2) + "x"), percent(each.variability)] };
+      make("td", { className: mark && ratio > 1 ? "alarm" : "" }, ratio.toFixed(2) + "x"), percent(each.variability)] };
   });
   get(target).replaceChildren(rows.length ? table([head, "n", "p5", "median", "p95", "to usual", "spread"], lines) : make("p", { className: "quiet" }, empty),
     make("p", { className: "quiet" }, "To usual: the median over the median of all rows of the same kind. Spread: (p95 - p5) / median."));
