@@ -180,8 +180,10 @@ class Scheduler:
         self._lacking[action] = _BEGUN
         queue = self._queues[action.stage, action.kind]
         queue.launched += 1
-        while queue.position < len(queue.actions) and self._begun(queue.actions[queue.position]):
-            queue.position += 1
+        position, actions = queue.position, queue.actions
+        while position < len(actions) and self._lacking[actions[position]] < 0:
+            position += 1
+        queue.position = position
         if self._forwards and action.kind == "F":
             self._forward_position += 1
         if task.in_flight > 0:
@@ -221,8 +223,8 @@ class Scheduler:
                 self._make_ready(action)
 
     def _make_ready(self, action: Action) -> None:
-        queue = self._queues[action.stage, action.kind]
-        if queue.heap is not None:
+        if self.order == "free":
+            queue = self._queues[action.stage, action.kind]
             heapq.heappush(queue.heap, (queue.keys[action], action))
         if action.kind == "W":
             self._weights_in_order.append(action)
