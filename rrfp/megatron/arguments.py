@@ -18,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument("--rrfp-mode", default="ready", choices=["ready", "strict"],
                        help="ready: the hint ranks, nothing waits for an absent entry. strict: the hint's list in fixed order, the control.")
     group.add_argument("--rrfp-limit", default="1f1b", metavar="LIMIT",
-                       help="activations in flight per stage: 1f1b (P-s, Megatron's own; default), eager (2(P-s)-1), 2p-1, 2p, a number, or "
-                       "paper:<n> (the paper's backpressure).")
+                       help="activations in flight per stage: 1f1b (P-s, Megatron's own; default), eager (2(P-s)-1), 2p-1, 2p, a number, a slope from "
+                       "the first rank to the last like 23-9, or paper:<n> (the paper's backpressure).")
     group.add_argument("--rrfp-order", default="microbatch", choices=["microbatch", "megatron", "free"],
                        help="microbatch: forwards and backwards each in index order, results bitwise those of 1F1B (default). megatron: also "
                        "across chunks. free: any order; same mathematics, other rounding.")
