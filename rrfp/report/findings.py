@@ -109,7 +109,9 @@ class _Finder:
         evidence.append(f"evened out, the call would take {seconds * 1e3:.0f} ms less of {self.graph.seconds * 1e3:.0f} (predicted)")
         ratio = max(mean.values())
         if len(slow) == 1 and steady:
-            text = f"{where.capitalize()} is a straggler: its work takes {ratio:.2f}x the other stages', in every microbatch, and is {share:.0%} of the critical path"
+            rank, stages = next((rank, self.graph.stages_of(rank)) for rank in slow)
+            who = where.capitalize() if len(stages) == 1 else f"Rank {rank} ({where})"
+            text = f"{who} is a straggler: its work takes {ratio:.2f}x the other stages', in every microbatch, and is {share:.0%} of the critical path"
             if (ends := self._at_the_ends(slow)) is not None:
                 text += f" (it also holds {ends}: if that is why, give it fewer layers)"
             return [Finding("straggler", where, f"{text}.", tuple(evidence), seconds)]
@@ -211,7 +213,8 @@ class _Finder:
         idle = Counter({rank: held for rank, held in idle.items() if held > SHARE * self.graph.seconds})
         peaks = [max((step.in_flight for step in row), default=0) for row in self.graph.rows.values()]
         why = "ready forwards were held back while later stages had nothing to do" if idle else "it leaves no slack for what varies"
-        text = (f"The limit {policy.limit} is too small: {why}; "
+        what = "The limit of Megatron's own 1F1B" if self.what_if.rendezvous else f"The limit {policy.limit}"
+        text = (f"{what} is too small: {why}; "
                 f"limit {best.policy.limit} would make it {now.seconds / best.seconds:.2f}x as fast (predicted).")
         evidence = [f"at most {_counts(peaks)} activations in flight per rank"]
         evidence += [f"rank {rank} was idle with a ready forward at hand for {held / self.graph.seconds:.0%} of the call"

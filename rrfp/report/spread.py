@@ -19,7 +19,7 @@ class Spread:
     p50: float
     p95: float
     variability: float
-    """(p95 - p5) / p50, as section 2 of the paper measures it; 0 where p50 is 0."""
+    """(p95 - p5) / p50, the RRFP paper's measure (arXiv 2605.18750); 0 where p50 is 0."""
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:

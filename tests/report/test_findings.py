@@ -82,7 +82,7 @@ def test_the_last_stage_may_hold_the_output_layer(timeline):
 def test_with_chunks_a_slow_rank_is_named_by_its_stages(timeline):
     slow = change(scenario("jitter-0.1", stages=8, microbatches=16, chunks=2), durations=lambda k, s, m: 1.5 if s % 4 == 1 else 1.0)
     finding = first(timeline(slow, "ready:announced:1f1b"))
-    assert (finding.cause, finding.where) == ("straggler", "stages 1, 5")
+    assert (finding.cause, finding.where) == ("straggler", "stages 1, 5") and finding.text.startswith("Rank 1 (stages 1, 5) is a straggler")
 
 
 def test_messages_that_are_late_now_and_then_are_jitter(timeline):
