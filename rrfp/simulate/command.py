@@ -37,6 +37,10 @@ class Way:
     def split(self) -> bool:
         return self.policy is not None and self.policy.split
 
+    @property
+    def order(self) -> str:
+        return "microbatch" if self.policy is None else self.policy.order
+
     def limits(self, costs: Costs) -> list[int]:
         return (self.policy or parse_mode(BASELINE)).limits(costs.placement, costs.microbatches)
 
@@ -208,15 +212,19 @@ def _compare_modes(options: argparse.Namespace, draws: list[Costs], scenario: st
     print(f"{'mode':{width}} {'seconds':>9} {'speed-up':>8} {'x bound':>8} {'x tight':>8} {'compute':>8} {'wait F':>7} {'wait B':>7} "
           f"{'done':>6}  peak in flight")
     rows, first, shown = [], [], []
+    tight: dict[tuple, list[float]] = {}
     for way in ways:
         results = [way.run(each) for each in draws]
-        row = _row(way, results, draws, first, bounds[way.split])
+        key = way.split, way.order, *way.limits(costs)
+        if key not in tight and costs.stages * costs.microbatches <= TIGHT_UP_TO:
+            tight[key] = [tight_bound(each, split=way.split, limits=way.limits(each), order=way.order) for each in draws]
+        row = _row(way, results, first, bounds[way.split], tight.get(key))
         first = first or row.seconds
         rows.append(row)
         shown.append((way, results[0]))
-        tight = "-" if row.over_tight is None else f"{row.over_tight:.3f}"
+        over_tight = "-" if row.over_tight is None else f"{row.over_tight:.3f}"
         percent = " ".join(f"{100 * share:{size}.1f}%" for share, size in zip(row.shares.values(), (7, 6, 6, 5), strict=True))
-        print(f"{row.name:{width}} {median(row.seconds):9.4f} {row.ratio:8.3f} {row.over_bound:8.3f} {tight:>8} {percent}  {_peaks(row.peaks)}",
+        print(f"{row.name:{width}} {median(row.seconds):9.4f} {row.ratio:8.3f} {row.over_bound:8.3f} {over_tight:>8} {percent}  {_peaks(row.peaks)}",
               flush=True)
     if options.json:
         _write_json(options, costs, scenario, bounds, rows)
@@ -226,20 +234,15 @@ def _compare_modes(options: argparse.Namespace, draws: list[Costs], scenario: st
         draw_picture([(way.name, timeline_of(result, placement, costs.microbatches)) for way, result in shown], options.picture)
 
 
-def _row(way: Way, results: list[Result], draws: list[Costs], first: list[float], bounds: list[float]) -> Row:
+def _row(way: Way, results: list[Result], first: list[float], bounds: list[float], tight: list[float] | None) -> Row:
     seconds = [result.makespan for result in results]
-    tight = None
-    if draws[0].stages * draws[0].microbatches <= TIGHT_UP_TO:
-        order = "microbatch" if way.policy is None else way.policy.order
-        tight = median(taken / tight_bound(each, split=way.split, limits=way.limits(each), order=order)
-                       for taken, each in zip(seconds, draws, strict=True))
     shares = [_shares(result) for result in results]
     return Row(
         name=way.name,
         seconds=seconds,
         ratio=median(before / now for before, now in zip(first or seconds, seconds, strict=True)),
         over_bound=median(taken / bound for taken, bound in zip(seconds, bounds, strict=True)),
-        over_tight=tight,
+        over_tight=None if tight is None else median(taken / bound for taken, bound in zip(seconds, tight, strict=True)),
         shares={part: sum(share[part] for share in shares) / len(shares) for part in shares[0]},
         peaks=[max(held) for held in zip(*(result.peak_in_flight for result in results), strict=True)],
     )
