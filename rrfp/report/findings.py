@@ -88,15 +88,15 @@ class _Finder:
         slow = {rank: values for rank, values in ratios.items() if median(values) >= SLOWER}
         if not slow or len(slow) > len(ratios) / 2:
             return []
-        mean = {rank: median(values) for rank, values in slow.items()}
+        factor = {rank: median(values) for rank, values in slow.items()}
 
         # What several heavy ranks hold too much has to go to the others; one slow rank is mended where it stands.
-        level = fmean(mean.get(rank, 1.0) for rank in ratios) if len(slow) > 1 else 1.0
+        level = fmean(factor.get(rank, 1.0) for rank in ratios) if len(slow) > 1 else 1.0
 
         def evened(kind: str, stage: int, microbatch: int, taken: float) -> float:
-            return taken * level / mean.get(self.graph.rank_of[stage], 1.0)
+            return taken * level / factor.get(self.graph.rank_of[stage], 1.0)
 
-        gain = self._gain_by_path(mean)
+        gain = self._gain_by_path(factor)
         seconds, mended = self._without(lambda what_if: what_if.with_durations(evened), gain)
         if seconds < SHARE * self.graph.seconds:
             return []
@@ -107,7 +107,7 @@ class _Finder:
         share = self._share_of_path(slow)
         evidence.append(f"{share:.0%} of the critical path is {where}")
         evidence.append(f"evened out, the call would take {seconds * 1e3:.0f} ms less of {self.graph.seconds * 1e3:.0f} (predicted)")
-        ratio = max(mean.values())
+        ratio = max(factor.values())
         if len(slow) == 1 and steady:
             rank, stages = next((rank, self.graph.stages_of(rank)) for rank in slow)
             who = where.capitalize() if len(stages) == 1 else f"Rank {rank} ({where})"
