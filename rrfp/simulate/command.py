@@ -51,7 +51,7 @@ class Row:
 
     ratio: seconds of the first mode / seconds of this one: above 1 is faster.
     over_bound, over_tight: seconds / bound, at least 1. over_tight is None where it was not worked out.
-    shares: of all ranks' time: computing, waiting for F, waiting for B, done (after its last action, until the call ends).
+    shares: percent of all ranks' time: computing, blocked on F, on B, ended (after the rank's last action, until the call ends).
     peaks: most activations in flight per rank, over the seeds.
     """
 
@@ -201,16 +201,16 @@ def _way(name: str, options: argparse.Namespace) -> Way:
 def _compare_modes(options: argparse.Namespace, draws: list[Costs], scenario: str) -> None:
     ways, costs = _ways(options), draws[0]
     placement = costs.placement
-    bounds = {split: [lower_bound(each, split=split).seconds for each in draws] for split in sorted({way.split for way in ways})
-              if not split or costs.splits}
+    bounds = {split: [lower_bound(each, split=split).seconds for each in draws] for split in (False, True) if not split or costs.splits}
     print(_heading(options, costs, scenario))
-    said = [f"{median(values):.4f} s with a {'split' if split else 'whole'} backward" for split, values in bounds.items()]
+    said = [f"{median(bounds[split]):.4f} s with a {'split' if split else 'whole'} backward" for split in sorted({way.split for way in ways})
+            if split in bounds]
     print(f"no schedule can be faster than {', '.join(said)}")
     if costs.seconds is not None:
         print(f"measured: {costs.seconds:.4f} s" + (f" under {costs.mode}" if costs.mode else ""))
     width = max(len(way.name) for way in ways)
     print(f"{'mode':{width}} {'seconds':>9} {'speed-up':>8} {'x bound':>8} {'x tight':>8} {'compute':>8} {'wait F':>7} {'wait B':>7} "
-          f"{'done':>6}  peak in flight")
+          f"{'ended':>6}  peak in flight")
     rows, first, shown = [], [], []
     tight: dict[tuple, list[float]] = {}
     for way in ways:
@@ -223,7 +223,7 @@ def _compare_modes(options: argparse.Namespace, draws: list[Costs], scenario: st
         rows.append(row)
         shown.append((way, results[0]))
         over_tight = "-" if row.over_tight is None else f"{row.over_tight:.3f}"
-        percent = " ".join(f"{100 * share:{size}.1f}%" for share, size in zip(row.shares.values(), (7, 6, 6, 5), strict=True))
+        percent = " ".join(f"{share:{size}.1f}%" for share, size in zip(row.shares.values(), (7, 6, 6, 5), strict=True))
         print(f"{row.name:{width}} {median(row.seconds):9.4f} {row.ratio:8.3f} {row.over_bound:8.3f} {over_tight:>8} {percent}  {_peaks(row.peaks)}",
               flush=True)
     if options.json:
@@ -249,12 +249,12 @@ def _row(way: Way, results: list[Result], first: list[float], bounds: list[float
 
 
 def _shares(result: Result) -> dict[str, float]:
-    """Of the time of all ranks: computing, waiting for F or B, and done; they sum to 1."""
-    whole = result.makespan * len(result.rows)
+    """Percent of the time of all ranks; they sum to 100."""
+    whole = result.makespan * len(result.rows) / 100
     waits = [wait for row in waits_of(result) for wait in row]
     busy = sum(span.end - span.start for span in result.spans.values()) / whole
-    waited = {cause: sum(wait.end - wait.start for wait in waits if wait.cause == cause) / whole for cause in "FB"}
-    return {"computing": busy, **waited, "done": max(0.0, 1 - busy - sum(waited.values()))}
+    waited = {f"blocked_{cause.lower()}": sum(wait.end - wait.start for wait in waits if wait.cause == cause) / whole for cause in "FB"}
+    return {"computing": busy, **waited, "ended": max(0.0, 100 - busy - sum(waited.values()))}
 
 
 def _heading(options: argparse.Namespace, costs: Costs, scenario: str) -> str:
@@ -281,10 +281,10 @@ def _write_json(options: argparse.Namespace, costs: Costs, scenario: str, bounds
         "stages": costs.placement.ranks,
         "chunks": costs.chunks,
         "microbatches": costs.microbatches,
-        "simulated": True,
+        "compute": "simulated",
         "unit_s": None if options.trace else options.unit,
         "seeds": None if options.trace else list(options.seeds),
-        "bound_s": median(bounds[False]) if False in bounds else None,
+        "bound_s": median(bounds[False]),
         "split_bound_s": median(bounds[True]) if True in bounds else None,
         "measured_s": costs.seconds,
         "modes": [],

@@ -55,8 +55,8 @@ def test_the_modes_of_one_scenario(capsys, tmp_path):
     modes = content["modes"]
     assert [mode["median_s"] for mode in modes] == [15.0, 15.0, 13.0] and [mode["ratio"] for mode in modes[:2]] == [1.0, 1.0]
     assert modes[1]["peak_in_flight"] == [2, 1]
-    assert all(sum(mode["shares"].values()) == pytest.approx(1) and mode["q1_s"] == mode["q3_s"] for mode in modes)
-    assert modes[1]["shares"] == pytest.approx({"computing": .8, "F": 1 / 30, "B": .1, "done": 2 / 30})
+    assert all(sum(mode["shares"].values()) == pytest.approx(100) and mode["q1_s"] == mode["q3_s"] for mode in modes)
+    assert modes[1]["shares"] == pytest.approx({"computing": 80, "blocked_f": 10 / 3, "blocked_b": 10, "ended": 20 / 3})
 
 
 def test_one_mode_option_by_option(capsys):
