@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
+from rrfp.compare.baselines import make_baselines
 from rrfp.compare.group import Contenders, Group, Job
 from rrfp.compare.work import Multiply
 from rrfp.mode import parse_mode
@@ -74,12 +75,7 @@ def emulated(options) -> None:
     def costs(name: str, seed: int) -> Costs:
         return from_scenario(name, stages=options.stages, microbatches=options.microbatches, unit=options.unit_ms / 1e3, seed=seed)
 
-    baselines = {}
-    if MEGATRON in options.modes:
-        from rrfp.megatron.emulated import Megatron1F1B
-
-        baselines[MEGATRON] = Megatron1F1B
-    stage = functools.partial(Contenders, baselines=baselines)
+    stage = functools.partial(Contenders, baselines=make_baselines({MEGATRON}.intersection(options.modes)))
     errors = Errors()
     with tempfile.TemporaryDirectory() as directory, Group(options.stages, stage=stage) as group:
         action, message = engine_cost(group, costs("uniform", 0), Path(directory))
