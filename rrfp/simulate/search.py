@@ -58,7 +58,8 @@ def search(
         memory: activations that a rank may hold: one number for all, or one per rank.
         total: activations that all ranks together may hold.
         hints: default: every built-in hint.
-        limits: as --rrfp-limit; default: every named shape and numbers up to the bound.
+        limits: as --rrfp-limit; default: every named shape, numbers up to the bound and, where ranks may hold different numbers (`total`, or
+            a `memory` that differs), slopes.
         mode: "ready" or "strict".
         split: only with, or only without a split backward; default: both, where I and W are known.
         lanes, order: see `Policy`.
@@ -117,7 +118,10 @@ def _groups(costs: Costs, memory, total, hints, limits, mode, split, lanes, orde
     numbers = sorted({-(-top * part // NUMBERS) for part in range(1, NUMBERS + 1)})
     ways = [way for way in ((False, True) if split is None else (split,)) if costs.splits or not way]
     groups: dict[tuple[tuple[int, ...], bool], list[Policy]] = {}
-    for limit in limits or [*SHAPES, *map(str, numbers)]:
+    slopes = []
+    if total or len(set(allowed)) > 1:
+        slopes = sorted({f"{first}-{max(1, first * part // 4)}" for first in numbers for part in range(4)})
+    for limit in limits or [*SHAPES, *map(str, numbers), *slopes]:
         for way in ways:
             for hint in hints or BUILT_IN:
                 if hint in SPLIT_ONLY and not way:

@@ -59,6 +59,15 @@ def test_the_memory_bound_holds(memory, total):
     assert search(costs("lengths"), memory=8)[0].seconds < found[0].seconds
 
 
+def test_slopes_where_ranks_may_differ():
+    draw = costs("jitter-0.3", seed=1, microbatches=16)
+    found = search(draw, memory=12, total=28, split=False)
+    flat = search(draw, memory=12, total=28, split=False, limits=[str(number) for number in range(1, 8)])
+    # As fast with less memory: a slope fits what the ranks need.
+    assert found[0].limits == (5, 4, 3, 2) and flat[0].limits == (5, 5, 5, 5) and found[0].seconds == pytest.approx(flat[0].seconds)
+    assert not any("-" in each.policy.limit and each.policy.limit != "2p-1" for each in search(draw, memory=7, split=False))
+
+
 def test_equally_fast_ones_cost_less_memory():
     # With even stages nothing is gained by more than 1F1B's own memory, unsplit.
     found = search(costs("uniform", microbatches=16), memory=8, split=False)
