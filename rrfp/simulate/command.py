@@ -212,13 +212,13 @@ def _compare_modes(options: argparse.Namespace, draws: list[Costs], scenario: st
     print(f"{'mode':{width}} {'seconds':>9} {'speed-up':>8} {'x bound':>8} {'x tight':>8} {'compute':>8} {'wait F':>7} {'wait B':>7} "
           f"{'ended':>6}  peak in flight")
     rows, first, shown = [], [], []
-    tight: dict[tuple, list[float]] = {}
+    tight: dict[tuple, list[float] | None] = {}
     for way in ways:
         results = [way.run(each) for each in draws]
         key = way.split, way.order, *way.limits(costs)
-        if key not in tight and costs.stages * costs.microbatches <= TIGHT_UP_TO:
-            tight[key] = [tight_bound(each, split=way.split, limits=way.limits(each), order=way.order) for each in draws]
-        row = _row(way, results, first, bounds[way.split], tight.get(key))
+        if key not in tight:
+            tight[key] = _tight(way, draws)
+        row = _row(way, results, first, bounds[way.split], tight[key])
         first = first or row.seconds
         rows.append(row)
         shown.append((way, results[0]))
@@ -246,6 +246,13 @@ def _row(way: Way, results: list[Result], first: list[float], bounds: list[float
         shares={part: sum(share[part] for share in shares) / len(shares) for part in shares[0]},
         peaks=[max(held) for held in zip(*(result.peak_in_flight for result in results), strict=True)],
     )
+
+
+def _tight(way: Way, draws: list[Costs]) -> list[float] | None:
+    """The tight bound of every draw, or None where that takes too long."""
+    if draws[0].stages * draws[0].microbatches > TIGHT_UP_TO:
+        return None
+    return [tight_bound(costs, split=way.split, limits=way.limits(costs), order=way.order) for costs in draws]
 
 
 def _shares(result: Result) -> dict[str, float]:
@@ -307,27 +314,36 @@ def _compare_scenarios(options: argparse.Namespace, names: list[str]) -> None:
     chunks = f" of {some.chunks} chunks" if some.chunks > 1 else ""
     print(f"{some.placement.ranks} ranks{chunks}, {some.microbatches} microbatches, {len(names)} scenarios, {len(options.seeds)} seeds, "
           f"{_lanes(options.lanes)}; time of {ways[0].name} / time of the mode, above 1 is faster")
+    print("x bound, x tight: geometric means of the scenarios' medians of seconds / bound")
     width = max(len(way.name) for way in ways)
-    print(f"{'mode':{width}} {'peak':>5} {'all':>7} {'worst calm median':>18} {'late and mixed':>15} {'worst draw':>11}")
-    base: dict[str, list[float]] = {}
+    print(f"{'mode':{width}} {'peak':>5} {'all':>7} {'worst calm median':>18} {'late and mixed':>15} {'worst draw':>11} {'x bound':>8} {'x tight':>8}")
+    first: dict[str, list[float]] = {}
+    bounds: dict[tuple, dict[str, list[float] | None]] = {}
     for way in ways:
-        seconds = {name: [way.run(costs).makespan for costs in draws[name]] for name in names}
-        base = base or seconds
-        ratios = {name: [before / now for before, now in zip(base[name], seconds[name], strict=True)] for name in names}
-        medians = {name: median(values) for name, values in ratios.items()}
-        calm = [value for name, value in medians.items() if name in CALM]
-        late = [value for name, value in medians.items() if name not in CALM]
-        worst_calm, worst = f"{min(calm):18.3f}" if calm else f"{'-':>18}", min(min(values) for values in ratios.values())
-        print(f"{way.name:{width}} {max(way.limits(some)):5} {_mean(medians.values()):7.3f} {worst_calm} "
-              f"{f'{_mean(late):15.3f}' if late else f'{chr(45):>15}'} {worst:11.3f}", flush=True)
+        key = way.split, way.order, *way.limits(some)
+        if key not in bounds:
+            bounds[key] = {name: _tight(way, draws[name]) for name in names}
+        rows = {}
+        for name in names:
+            results, least = [way.run(costs) for costs in draws[name]], [lower_bound(costs, split=way.split).seconds for costs in draws[name]]
+            rows[name] = _row(way, results, first.get(name, []), least, bounds[key][name])
+        first = first or {name: row.seconds for name, row in rows.items()}
+        calm, late = [[row.ratio for name, row in rows.items() if (name in CALM) is wanted] for wanted in (True, False)]
+        worst = min(before / now for name, row in rows.items() for before, now in zip(first[name], row.seconds, strict=True))
+        tight = [row.over_tight for row in rows.values()]
+        cells = [_mean([row.ratio for row in rows.values()]), min(calm, default=None), _mean(late), worst,
+                 _mean([row.over_bound for row in rows.values()]), None if None in tight else _mean(tight)]
+        print(f"{way.name:{width}} {max(way.limits(some)):5}", *(f"{'-' if cell is None else f'{cell:.3f}':>{size}}"
+              for cell, size in zip(cells, (7, 18, 15, 11, 8, 8), strict=True)), flush=True)
         if options.each:
-            print("   " + "  ".join(f"{name} {value:.3f}" for name, value in medians.items()))
+            for name, row in rows.items():
+                tail = "" if row.over_tight is None else f", x tight {row.over_tight:.3f}"
+                print(f"   {name:16} {row.ratio:.3f}, x bound {row.over_bound:.3f}{tail}")
 
 
-def _mean(values) -> float:
-    """Geometric mean of at least one number."""
-    values = list(values)
-    return exp(sum(map(log, values)) / len(values))
+def _mean(values: Sequence[float]) -> float | None:
+    """Geometric mean; None of nothing."""
+    return exp(sum(map(log, values)) / len(values)) if values else None
 
 
 # -- search --------------------------------------------------------------------------------------------------------------

@@ -82,12 +82,14 @@ def test_the_picture(capsys, tmp_path):
 def test_all_scenarios(capsys):
     lines = said(capsys, *SMALL, "--scenario", "all", "--each", "--modes", "strict:1f1b:1f1b", "ready:gpipe:8")
     assert "2 ranks, 4 microbatches, 15 scenarios, 1 seeds, 1 lane; time of strict:1f1b:1f1b" in lines[0]
-    assert lines[2].split() == ["strict:1f1b:1f1b", "2", "1.000", "1.000", "1.000", "1.000"]
-    assert lines[3].split()[:2] == ["uniform", "1.000"] and "paper-multimodal" in lines[5]
+    assert lines[3].split()[:6] == ["strict:1f1b:1f1b", "2", "1.000", "1.000", "1.000", "1.000"]
+    over_bound, over_tight = map(float, lines[3].split()[6:])
+    assert over_bound > over_tight >= 1
+    assert lines[4].strip() == "uniform          1.000, x bound 1.000, x tight 1.000" and lines[18].split()[0] == "paper-multimodal"
 
 
 def test_some_scenarios_none_of_them_calm(capsys):
-    assert said(capsys, *SMALL, "--scenario", "spikes", "J3")[2].split()[3] == "-"
+    assert said(capsys, *SMALL, "--scenario", "spikes", "J3")[3].split()[3] == "-"
 
 
 def test_a_file_is_a_scenario(capsys, tmp_path):
