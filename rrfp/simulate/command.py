@@ -95,8 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--microbatches", type=at_least_one, metavar="M", help="default 32; from a trace: its own")
     what.add_argument("--chunks", type=at_least_one, default=1, metavar="C",
                       help="stages per rank, interleaved as Megatron does; each costs 1/C of the unit")
-    what.add_argument("--scenario", "--costs", nargs="+", default=["uniform"], metavar="NAME",
-                      help=f"{', '.join((*SCENARIOS, *LEVELS))}, a JSON file of your own, or all; several make a table of ratios")
+    what.add_argument("--scenario", "--costs", nargs="+", metavar="NAME",
+                      help=f"default uniform; {', '.join((*SCENARIOS, *LEVELS))}, a JSON file of your own, or all; several make a table of ratios")
     what.add_argument("--unit", type=above_zero, default=0.02, metavar="SECONDS", help="mean seconds of a rank's forward (default 0.02)")
     what.add_argument("--seeds", type=parse_seeds, default=range(15, 20), metavar="A-B", help="draws, default 15-19")
     what.add_argument("--trace", type=Path, metavar="DIR", help="instead of a scenario: what a traced run cost")
@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--order", choices=("microbatch", "megatron", "free"), help="for --hint (default microbatch)")
     how.add_argument("--lanes", type=at_least_one, default=1, metavar="N",
                      help="FIFO lanes per edge (default 1: a late message holds back those behind it), where a mode does not say")
-    how.add_argument("--announce-delay", type=float, default=0.0, metavar="SECONDS", help="what an announcement takes (default 0)")
+    how.add_argument("--announce-delay", type=above_zero, default=0.0, metavar="SECONDS", help="what an announcement takes (default 0)")
     out = parser.add_argument_group("output")
     out.add_argument("--each", action="store_true", help="with several scenarios, also the ratio of each")
     out.add_argument("--json", type=Path, metavar="FILE")
@@ -133,19 +133,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    names = list(SCENARIOS) if options.scenario == ["all"] else options.scenario
+    names = list(SCENARIOS) if options.scenario == ["all"] else options.scenario or ["uniform"]
+    if options.trace and options.scenario:
+        raise ConfigurationError(f"--trace {options.trace}: says what the call costs, and so does --scenario; use one or the other")
     for name in names:
         check_scenario(name)
     if options.memory_bound and not options.search:
         raise ConfigurationError(f"--memory-bound {options.memory_bound}: is what --search keeps to; add --search, or use --limit")
-    if len(names) > 1 and options.trace is None:
+    if len(names) > 1:
         if options.json or options.picture or options.search:
             raise ConfigurationError(f"--scenario {' '.join(options.scenario)}: --json, --picture and --search are for one scenario; name one")
         _compare_scenarios(options, names)
         return
     draws = _costs(options, names[0])
     if options.search:
-        _search(options, draws)
+        _search(options, draws, names[0])
         return
     _compare_modes(options, draws, "trace" if options.trace else names[0])
 
@@ -349,7 +351,7 @@ def _mean(values: Sequence[float]) -> float | None:
 # -- search --------------------------------------------------------------------------------------------------------------
 
 
-def _search(options: argparse.Namespace, draws: list[Costs]) -> None:
+def _search(options: argparse.Namespace, draws: list[Costs], scenario: str) -> None:
     from rrfp.simulate.search import render, search
 
     if options.memory_bound is None:
@@ -359,5 +361,5 @@ def _search(options: argparse.Namespace, draws: list[Costs]) -> None:
             raise ConfigurationError(f"--{flag}: is what --search looks for; leave it out")
     candidates = search(draws, memory=options.memory_bound, mode=options.mode or "ready", split=options.split or None,
                         lanes=options.lanes, order=options.order or "microbatch", progress=sys.stderr)
-    print(_heading(options, draws[0], options.scenario[0]))
+    print(_heading(options, draws[0], scenario))
     print(render(candidates))

@@ -6,7 +6,9 @@ import struct
 
 import pytest
 
+from rrfp.action import Edge, parse_action
 from rrfp.simulate.command import main, parse_seeds
+from rrfp.trace.recorder import Recorder
 
 SMALL = ["--stages", "2", "--microbatches", "4", "--unit", "1", "--seeds", "1"]
 
@@ -112,6 +114,31 @@ def test_a_file_is_a_scenario(capsys, tmp_path):
     (["--search", "--memory-bound", "8", "--hint", "alt"], "--hint: is what --search looks for"),
     (["--chunks", "2", "--modes", "megatron-1f1b"], "megatron-1f1b, 2 chunks: only Megatron's schedule for one chunk"),
     (["--trace", "/nowhere"], "/nowhere holds no trace"),
+    (["--trace", "/nowhere", "--scenario", "mixed"], "--trace /nowhere: says what the call costs, and so does --scenario"),
 ])
 def test_what_is_refused_is_one_line(capsys, arguments, text):
     assert text in refused(capsys, *arguments)
+
+
+def test_the_search(capsys):
+    lines = said(capsys, *SMALL, "--search", "--memory-bound", "2")
+    assert lines[0].startswith("2 ranks, 4 microbatches, scenario uniform") and lines[1].split()[0] == "policy"
+    assert lines[2].split()[1] == "13.0000", "within two activations a split backward reaches 3M + P - 1"
+
+
+def test_a_trace_is_predicted_from(capsys, tmp_path):
+    """A run of two stages, written as a trace: the mode it ran under takes as long as it was measured to, another less."""
+    for rank, times in enumerate(([(0, 1), (1, 2), (4, 6), (7, 9)], [(1, 2), (2, 4), (4, 5), (5, 7)])):
+        recorder = Recorder(rank=rank, stages=[rank], directory=tmp_path, ranks=2)
+        recorder.begin_call(0, microbatches=2, forward_only=False, now=0.0)
+        tokens = ("0F0", "0F1", "0B0", "0B1") if rank == 0 else ("1F0", "1B0", "1F1", "1B1")
+        for token, (start, end) in zip(tokens, times, strict=True):
+            recorder.action(parse_action(token), float(start), float(end), 1, 0.0)
+        for microbatch, came in enumerate((4, 7) if rank == 0 else (1, 2)):
+            recorder.arrival(Edge(1 - rank, rank), microbatch, float(came))
+        recorder.end_call(9.0)
+        recorder.close()
+    lines = said(capsys, "--trace", str(tmp_path), "--modes", "strict:1f1b:1f1b", "ready:f-first:2p")
+    assert lines[0].startswith("2 ranks, 2 microbatches, as traced in") and lines[2].startswith("measured: 9.0000 s")
+    assert lines[4].split()[:2] == ["strict:1f1b:1f1b", "9.0000"]
+    assert "--stages 3: the trace is of 2" in refused(capsys, "--trace", str(tmp_path), "--stages", "3")
