@@ -25,10 +25,10 @@ def figure5(seeds: int) -> None:
     rows = []
     for limit in LIMITS:
         cells = [average(row.workload, mode, last_stage, seeds=seeds).seconds
-                 for mode in (f"ready:bf:{limit}:free:lanes=192", f"ready:bf:{limit}", f"strict:1f1b:{limit}", f"ready:fill-alt:{limit}")]
+                 for mode in (f"ready:bf:{limit}:free:lanes=192", f"ready:bf:{limit}", f"ready:fill-r:{limit}")]
         rows.append([limit, f"{published.FIGURE5[limit]:.2f}", *(f"{cell:.2f}" for cell in cells)])
     print(f"Seconds per iteration by limit, simulated, mean of {seeds} draws, calibrated on the paper's limit 32 (bf, any order).\n")
-    print(render(["limit = peak", "paper (read off)", "bf, any order", "bf, one lane", "strict 1f1b", "fill-alt, one lane"], rows))
+    print(render(["limit = peak", "paper (read off)", "bf, any order", "bf, one lane", "fill-r (split), one lane"], rows))
     beside = {"Megatron's 1F1B": MEGATRON, "strict 1f1b": CONTROL, "strict eager": "strict:1f1b:eager",
               "ready fill-alt eager": "ready:fill-alt:eager", "ready fill-alt 2p": "ready:fill-alt:2p"}
     got = {label: average(row.workload, mode, last_stage, seeds=seeds) for label, mode in beside.items()}

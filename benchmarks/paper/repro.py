@@ -78,6 +78,22 @@ def calibrate(workload: Workload, mode: str, seconds: float, *, variation: Varia
     return last_stage
 
 
+def blocking_cost(workload: Workload, last_stage: float, seconds: float, *, variation: Variation = ASSUMED) -> float:
+    """Seconds per message on the compute path of both sides with which modelled 1F1B takes `seconds`; 0 if it takes that long anyway."""
+    costs = workload.costs(last_stage, 0, variation=variation)
+
+    def excess(cost: float) -> float:
+        return simulate_megatron_1f1b(costs, message_cost=cost).makespan - seconds
+
+    if excess(0.0) >= 0:
+        return 0.0
+    low, high = 0.0, seconds / workload.microbatches
+    for _ in range(10):
+        middle = (low + high) / 2
+        low, high = (middle, high) if excess(middle) < 0 else (low, middle)
+    return high
+
+
 def ladder(workload: Workload, last_stage: float, *, seeds: int, variation: Variation = ASSUMED,
            steps: Sequence[tuple[str, str]] = LADDER) -> list[tuple[str, str, float, int]]:
     """(cause, mode, factor over the step before, peak in flight), beginning from Megatron's 1F1B. The product is the total."""
