@@ -3,6 +3,8 @@
 import argparse
 import json
 import struct
+import subprocess
+import sys
 
 import pytest
 
@@ -142,3 +144,8 @@ def test_a_trace_is_predicted_from(capsys, tmp_path):
     assert lines[0].startswith("2 ranks, 2 microbatches, as traced in") and lines[2].startswith("measured: 9.0000 s")
     assert lines[4].split()[:2] == ["strict:1f1b:1f1b", "9.0000"]
     assert "--stages 3: the trace is of 2" in refused(capsys, "--trace", str(tmp_path), "--stages", "3")
+
+
+def test_needs_neither_torch_nor_megatron():
+    script = "import sys; import rrfp.simulate.command; sys.exit(bool({'torch', 'megatron', 'matplotlib'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
