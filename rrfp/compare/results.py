@@ -214,7 +214,7 @@ def warnings_of(comparison: Comparison) -> list[str]:
         lines.append(f"{late} of {actions} actions ({late / actions:.1%}) took over 1 ms longer than drawn"
                      + (": THE MACHINE WAS BUSY, these are not clean figures" if late > 0.05 * actions else ""))
     if settings.compute != "simulated" and settings.load > settings.cores:
-        lines.append(f"load {settings.load:.1f} on {settings.cores} cores before the first run: THE MACHINE WAS BUSY with other work")
+        lines.append(f"load {settings.load:.1f} on {settings.cores} cores before the first run: other work may have slowed these runs")
     return lines
 
 
