@@ -17,6 +17,7 @@ import time
 import numpy as np
 
 from rrfp.action import Edge
+from rrfp.comm.mailbox import Mailbox
 from rrfp.comm.rendezvous import FileStore
 from rrfp.comm.transport import Announcement, Arrival, Part
 from rrfp.comm.zmq_transport import ZmqTransport
@@ -37,7 +38,7 @@ def open_rank(rank, directory, wire, **options):
             host=f"host{rank}" if wire == "tcp" else None,
             **options,
         ),
-        queue.SimpleQueue(),
+        Mailbox(),
     )
     transport.open(box.put, deadline=60.0)
     transport.begin(0)

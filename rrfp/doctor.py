@@ -28,6 +28,7 @@ import zmq
 from rrfp import __version__
 from rrfp.action import Edge, parse_edge
 from rrfp.comm import rendezvous
+from rrfp.comm.mailbox import Mailbox
 from rrfp.comm.transport import Arrival, Failure, Part
 from rrfp.comm.zmq_transport import ZmqTransport
 from rrfp.errors import ConfigurationError, PipelineError, RRFPError
@@ -250,7 +251,7 @@ def test_pair(
     mine, theirs, name = Edge(rank, peer), Edge(peer, rank), f"pair-{low}"
     transport = ZmqTransport(rank=rank, edges_in=[theirs], edges_out=[mine], owner={rank: rank, peer: peer}, store=store,
                              interface=options.interface, namespace=name)
-    events: queue.SimpleQueue = queue.SimpleQueue()
+    events = Mailbox()
     until = time.monotonic() + deadline
     try:
         with warnings_of("rrfp.comm.outbound") as said:
@@ -277,7 +278,7 @@ def test_pair(
 class Pair:
     """Two ranks and the edges between them: one measures, the other answers each message with a small one."""
 
-    def __init__(self, transport: ZmqTransport, events: queue.SimpleQueue, out: Edge, *, until: float):
+    def __init__(self, transport: ZmqTransport, events: Mailbox, out: Edge, *, until: float):
         self._transport, self._events, self._out, self._until = transport, events, out, until
         self._sent = 0
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import zmq
 
 from rrfp.action import Edge
+from rrfp.comm.mailbox import Mailbox
 from rrfp.comm.memory import Grant, Mappings
 from rrfp.comm.message import INLINE, Header, Kind, encode, encode_parts, offsets
 from rrfp.comm.transport import Payload
@@ -70,7 +71,7 @@ class Sender:
         name: str,
     ):
         self._outlets, self._delay, self._need, self._fail = outlets, delay, need, fail
-        self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        self._queue = Mailbox()
         self._flights: list = []  # heap of (due, order, outlet, job, grant): emulated delays only
         self._order = itertools.count()
         self._left = threading.Condition()

@@ -251,7 +251,7 @@ class Group:
         for pipe in self._pipes:
             pipe.send(None)
         try:
-            self.left_behind = [f"rank {rank}: {what}" for rank, left in enumerate(self._collect(60.0)) for what in left]
+            self.left_behind = [f"rank {rank}: {what}" for rank, left in enumerate(self._collect(120.0)) for what in left]
         finally:
             self._end(10.0)
 

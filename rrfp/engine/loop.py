@@ -10,10 +10,11 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import NamedTuple
 
 from rrfp.action import Action, Edge
+from rrfp.comm.mailbox import Mailbox
 from rrfp.comm.transport import Announcement, Arrival, Departure, Failure, Transport
 from rrfp.engine.executor import Executor, Outputs
 from rrfp.engine.failure import FailureLatch
@@ -84,7 +85,7 @@ class Engine:
         self._owner = owner
         self._agreement = agreement
         self._clock = clock
-        self._inbox: SimpleQueue = SimpleQueue()
+        self._inbox = Mailbox()
         self._departed: set[int] = set()
         self._warm: set[bool] = set()
         """Whether a training call, and a call of forwards only, has ended yet."""

@@ -9,6 +9,7 @@ import pytest
 
 from rrfp.action import Edge
 from rrfp.comm.clock import VirtualClock
+from rrfp.comm.mailbox import Mailbox
 from rrfp.comm.rendezvous import FileStore
 from rrfp.comm.scripted_transport import ScriptedNetwork
 from rrfp.comm.transport import Arrival, Part
@@ -28,7 +29,7 @@ class Network:
     def __init__(self, kind: str, owner: dict[int, int], edges: list[Edge], directory, **options):
         self.kind = kind
         self.ranks = sorted(set(owner.values()))
-        self.boxes = {rank: queue.SimpleQueue() for rank in self.ranks}
+        self.boxes = {rank: Mailbox() for rank in self.ranks}
         if kind == "scripted":
             self.clock = VirtualClock()
             self.scripted = ScriptedNetwork(owner, edges, clock=self.clock, **options)

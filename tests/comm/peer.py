@@ -6,7 +6,6 @@
 
 import multiprocessing
 import os
-import queue
 import random
 import signal
 import sys
@@ -14,6 +13,7 @@ import sys
 import numpy as np
 
 from rrfp.action import Edge
+from rrfp.comm.mailbox import Mailbox
 from rrfp.comm.rendezvous import FileStore
 from rrfp.comm.transport import Arrival, Departure, Failure, Part
 from rrfp.comm.zmq_transport import ZmqTransport
@@ -89,7 +89,7 @@ def fork(transport, arrival) -> str:
 
 
 def echo(directory, wire):
-    transport, box = make(1, 2, directory, wire), queue.SimpleQueue()
+    transport, box = make(1, 2, directory, wire), Mailbox()
     transport.open(box.put, deadline=WAIT)
     transport.begin(0)
     while True:
@@ -124,7 +124,7 @@ def echo(directory, wire):
 def row(directory, wire, rank, ranks, messages, seed):
     """Every edge carries the same pseudo-random messages; arrivals are consumed in a random order and checked."""
     rank, ranks, messages = int(rank), int(ranks), int(messages)
-    rng, box = random.Random(int(seed) + rank), queue.SimpleQueue()
+    rng, box = random.Random(int(seed) + rank), Mailbox()
     transport = make(rank, ranks, directory, wire, credits=rng.randint(1, 4))
     transport.open(box.put, deadline=WAIT)
     neighbours = [other for other in (rank - 1, rank + 1) if 0 <= other < ranks]

@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import queue
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rrfp.action import Edge
+from rrfp.comm.mailbox import Mailbox
 from rrfp.comm.transport import Arrival, Departure, Failure
 
 PEER = Path(__file__).with_name("peer.py")
@@ -35,7 +35,7 @@ def start(*arguments) -> subprocess.Popen:
 def other(request, tmp_path):
     """Rank 1 in a process, rank 0 here: `say` sends words, `hear` gets the next event."""
     process = start("echo", tmp_path, request.param)
-    transport, box = peer.make(0, 2, tmp_path, request.param), queue.SimpleQueue()
+    transport, box = peer.make(0, 2, tmp_path, request.param), Mailbox()
 
     def hear(timeout=20.0):
         event = box.get(timeout=timeout)

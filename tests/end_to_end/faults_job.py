@@ -12,6 +12,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from rrfp.comm.mailbox import Mailbox
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 SCRIPT = str(HERE / "faults_script.py")
@@ -54,7 +56,7 @@ class Server:
                                          env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
                                               "PYTHONWARNINGS": "ignore"},
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._lines: queue.SimpleQueue = queue.SimpleQueue()
+        self._lines = Mailbox()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 

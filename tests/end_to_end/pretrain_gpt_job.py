@@ -14,6 +14,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from rrfp.comm.mailbox import Mailbox
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 OWN_SCRIPT = ROOT / "scripts/pretrain_gpt.py"
@@ -123,7 +125,7 @@ class Server:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        self._lines: queue.SimpleQueue = queue.SimpleQueue()
+        self._lines = Mailbox()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
