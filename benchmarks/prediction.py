@@ -109,11 +109,15 @@ def real(options) -> None:
                 return group.run(Job(parse_mode(mode), draws.microbatches, draws.durations, delays=draws.delays, trace=trace)).seconds
 
             source = Path(directory) / name
-            for _ in range(options.repeats):
+            for _ in range(1 + options.repeats):  # the first is not used: it warms up
                 run(SOURCE, source)
-            known = from_trace(source, calls=read(source).calls)
-            errors.add(name, f"{SOURCE} (itself)", known.seconds, known.simulate(parse_mode(SOURCE)).makespan)
-            predicted = {mode: known.simulate(parse_mode(mode)).makespan for mode in options.modes}
+            known = each_call(read(source))
+
+            def predict(mode: str, known=known) -> float:
+                return median(each.simulate(parse_mode(mode)).makespan for each in known)
+
+            errors.add(name, f"{SOURCE} (itself)", median(each.seconds for each in known), predict(SOURCE))
+            predicted = {mode: predict(mode) for mode in options.modes}
             for mode in options.modes:
                 errors.add(name, mode, median(run(mode) for _ in range(options.repeats)), predicted[mode])
     errors.total()
