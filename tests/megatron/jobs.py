@@ -25,6 +25,7 @@ import model as gpt  # noqa: E402
 from rrfp.megatron import runtime as runtimes  # noqa: E402
 from rrfp.megatron.forward_backward import make_forward_backward  # noqa: E402
 from rrfp.megatron.options import Options  # noqa: E402
+from rrfp.scheduler.sizes import feed_by_size  # noqa: E402
 
 OWN = schedules.forward_backward_pipelining_without_interleaving
 JOBS = {}
@@ -196,6 +197,20 @@ def lengths_in_one_call(*, lengths):
         DELAYS.seed, DELAYS.longest = 7, 0.001
         results.append(gpt.train(function, model, optimizer, len(lengths), steps=2, forward_step_func=_variable(lengths)))
     return gpt.difference(*results)
+
+
+@job
+def fed_by_size(*, lengths):
+    """Two steps of microbatches fed by size, under Megatron's schedule and ours: their difference, and the order on the last stage."""
+    model, optimizer, state = model_for(variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
+    ranks, count = parallel_state.get_pipeline_model_parallel_world_size(), len(lengths)
+    results = []
+    for function in (OWN, schedule()):
+        state.restore()
+        DELAYS.seed, DELAYS.longest = 7, 0.001
+        iterator = feed_by_size(gpt.batches(0), lambda batch: lengths[batch["index"] % count], microbatches=count, ranks=ranks)
+        results.append([gpt.step(function, model, optimizer, iterator, count, forward_step_func=_variable(lengths)) for _ in range(2)])
+    return gpt.difference(*results), [step["indices"] for step in results[1]]
 
 
 def _variable(lengths):

@@ -48,8 +48,9 @@ def test_bitwise_equal_under_random_delays(group, hint, microbatches, recompute,
     ],
     ids=lambda options: "-".join(options.values()),
 )
+@pytest.mark.timeout(700)
 def test_bitwise_equal_whatever_the_limit_and_mode(group, options, full):
-    where = group.run("same", microbatches=5, seeds=list(range(10 if full else 1)), options=options)
+    where = group.run("same", microbatches=5, seeds=list(range(10 if full else 1)), options=options, deadline=600)
     assert where == [None] * group.ranks
 
 
@@ -75,6 +76,12 @@ def test_evaluation_and_training_in_turn_with_other_sizes(group):
 
 def test_lengths_may_differ_within_a_call(group):
     assert group.run("lengths_in_one_call", lengths=[16, 8, 12, 4]) == [None] * group.ranks
+
+
+def test_fed_by_size_equals_megatron_fed_by_size(group):
+    results = group.run("fed_by_size", lengths=[16, 4, 12, 8])
+    assert [where for where, _ in results] == [None] * group.ranks
+    assert results[-1][1] == [[3, 0, 2, 1], [7, 4, 6, 5]], "small ones at both ends, and the labels are theirs"
 
 
 def test_contract_of_the_schedule_function(group):
