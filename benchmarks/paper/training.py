@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import zip_longest
 from pathlib import Path
 
 from benchmarks.paper.table import render
@@ -53,9 +54,9 @@ def evaluations(log: list[str]) -> list[float]:
     return [float(found[1]) for line in log if (found := re.search(r"validation loss at iteration.*lm loss value: (\S+)", line))]
 
 
-def different(one: list[str], other: list[str]) -> int:
-    """Lines of two logs that are not equal to the last digit; lines that only one of them has count too."""
-    return sum(a != b for a, b in zip(one, other, strict=False)) + abs(len(one) - len(other))
+def different(one: list[str], other: list[str]) -> list[tuple[str | None, str | None]]:
+    """Lines of two logs that are not equal to the last digit, side by side; None where only one log has a line."""
+    return [(a, b) for a, b in zip_longest(one, other) if a != b]
 
 
 def appendix_e(*, seeds: tuple[int, ...] = SEEDS, stages: int = 4, iterations: int = 500, picture: Path | None = None,
@@ -71,16 +72,18 @@ def appendix_e(*, seeds: tuple[int, ...] = SEEDS, stages: int = 4, iterations: i
     for seed in seeds:
         for way in WAYS:
             log = logs[seed, way]
-            count, values, evaluated = different(logs[seed, reference], log), losses(log), evaluations(log)
-            total += count
+            apart, values, evaluated = different(logs[seed, reference], log), losses(log), evaluations(log)
+            total += len(apart)
+            for line, other in apart[:10]:
+                print(f"seed {seed}, {reference}: {line}\n{' ' * len(f'seed {seed}')}  {way}: {other}", file=sys.stderr, flush=True)
             rows.append([seed, way, f"{values[0]:.6f}", f"{values[-1]:.6f}", f"{evaluated[-1]:.6f}" if evaluated else None,
-                         len(values), len(evaluated), f"{count} of {len(log)}" if way != reference else "reference"])
-    apart = sum(different(logs[seeds[0], reference], logs[seed, reference]) for seed in seeds[1:])
+                         len(values), len(evaluated), f"{len(apart)} of {len(log)}" if way != reference else "reference"])
+    control = sum(len(different(logs[seeds[0], reference], logs[seed, reference])) for seed in seeds[1:])
     print(f"{iterations} iterations, {stages} stages, 8 microbatches; losses, gradient norms and evaluations as Megatron logs them\n")
     print(render(["seed", "schedule", "first loss", "last loss", "last evaluation", "iterations", "evaluations", "lines that differ"],
                  rows))
     if len(seeds) > 1:
-        print(f"\nControl: {apart} lines differ between seeds.")
+        print(f"\nControl: {control} lines differ between seeds.")
     if picture is not None:
         draw(logs, picture)
     return total
@@ -93,13 +96,14 @@ def draw(logs: dict[tuple[int, str], list[str]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 3), layout="constrained")
-    for index, seed in enumerate(dict.fromkeys(seed for seed, _ in logs)):
-        for way, (width, colour) in zip(WAYS, ((4, f"C{index}"), (0.8, "black")), strict=True):
+    seeds = list(dict.fromkeys(seed for seed, _ in logs))
+    figure, axes = pyplot.subplots(1, len(seeds), figsize=(4 * len(seeds), 3), sharey=True, squeeze=False, layout="constrained")
+    for seed, panel in zip(seeds, axes[0], strict=True):
+        for way, (width, colour) in zip(WAYS, ((4, "tab:orange"), (0.8, "black")), strict=True):
             values = losses(logs[seed, way])
-            axes.plot(range(1, len(values) + 1), values, linewidth=width, color=colour, alpha=0.5 if width > 1 else 1,
-                      label=f"seed {seed}, {way}" if width > 1 or index == 0 else None)
-    axes.set(yscale="log", xlabel="iteration", ylabel="loss")
-    axes.legend(fontsize=8)
+            panel.plot(range(1, len(values) + 1), values, linewidth=width, color=colour, label=way)
+        panel.set(title=f"seed {seed}", xlabel="iteration", yscale="log")
+    axes[0][0].set_ylabel("loss")
+    axes[0][-1].legend()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

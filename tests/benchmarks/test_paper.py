@@ -145,9 +145,10 @@ LOG = """ iteration 1/ 2 | lm loss: 5.5E+00 | grad norm: 1.0 |
 
 def test_logs_are_compared_digit_for_digit():
     assert training.losses(LOG) == [5.5, 5.25] and training.evaluations(LOG) == [5.4]
-    assert training.different(LOG, LOG) == 0
-    assert training.different(LOG, [LOG[0], LOG[1], LOG[2].replace("5.25", "5.250001")]) == 1
-    assert training.different(LOG, LOG[:2]) == 1
+    assert training.different(LOG, LOG) == []
+    other = LOG[2].replace("5.25", "5.250001")
+    assert training.different(LOG, [LOG[0], LOG[1], other]) == [(LOG[2], other)]
+    assert training.different(LOG, LOG[:2]) == [(LOG[2], None)]
 
 
 @pytest.mark.timeout(600)
