@@ -1,4 +1,4 @@
-"""The command line: `rrfp doctor`, `rrfp trace`, `rrfp report`, `rrfp simulate`, and `python -m rrfp [--cpu] SCRIPT ...` under torchrun."""
+"""The command line: `rrfp doctor`, `trace`, `report`, `simulate`, `compare`, and `python -m rrfp [--cpu] SCRIPT ...` under torchrun."""
 
 import importlib
 import os
@@ -18,7 +18,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or 2 for a refusal of one line."""
+    """Returns the exit status: 0, 2 for a refusal of one line, or 130 for a command that was interrupted (Ctrl-C)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if arguments and arguments[0] == "--version":
@@ -32,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RRFPError as error:
         print(f"rrfp: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"rrfp {arguments[0]}: interrupted", file=sys.stderr)
+        return 130
     from rrfp.megatron.launcher import launch
 
     return launch(arguments)

@@ -38,7 +38,10 @@ def parse_mode(text: str) -> Policy:
             limit.append(word)
     if hint not in BUILT_IN and Path(hint).is_file():
         split = split or any(action.kind == "W" for row in lists.read(hint) for action in lists.actions_of(row))
-    return Policy(hint=hint, mode=mode, limit=":".join(limit) or "1f1b", order=order, lanes=lanes, split=split)
+    try:
+        return Policy(hint=hint, mode=mode, limit=":".join(limit) or "1f1b", order=order, lanes=lanes, split=split)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"--modes {text}: {error}") from None
 
 
 def mode_name(policy: Policy) -> str:

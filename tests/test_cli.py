@@ -44,6 +44,17 @@ def test_a_refusal_is_one_line_and_status_2(monkeypatch, capsys):
     assert said.err == "rrfp: --this 3: that rule; that way out\n" and said.out == ""
 
 
+def test_an_interrupted_command_says_so_in_one_line(monkeypatch, capsys):
+    from rrfp import doctor
+
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "main", interrupted)
+    assert cli.main(["doctor"]) == 130
+    assert capsys.readouterr().err == "rrfp doctor: interrupted\n"
+
+
 @pytest.mark.parametrize("argv, text", [
     (["--gpu", "train.py"], "--gpu: unknown option before the script"),
     (["no_such_script.py"], "no_such_script.py: no such script; give the path"),

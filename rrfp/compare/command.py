@@ -1,21 +1,19 @@
 """`rrfp compare`: ways of running side by side, in one run, on real processes with the real engine and transport."""
 
 import argparse
-import importlib.util
 import json
 import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 
 from rrfp.compare.ladder import fixed_orders, ladder, ladder_json, ladder_table, rungs
 from rrfp.compare.results import Settings, as_json, summarise, table
 from rrfp.errors import ConfigurationError
+from rrfp.outputs import check_file, check_picture, make_directory
 from rrfp.simulate.bounds import lower_bound
-from rrfp.simulate.costs import Costs, from_scenario
-from rrfp.simulate.scenarios import SCENARIOS
+from rrfp.simulate.costs import Costs, from_scenario, unit_of
 
 DEFAULT_MODES = ("megatron-1f1b", "strict:1f1b:1f1b", "ready:announced:1f1b", "ready:alt:2p", "ready:fill-r:2p-1")
 
@@ -30,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if options.stages < 2:
         raise ConfigurationError(f"--stages {options.stages}: a pipeline has at least 2 stages; for example --stages 4")
-    _check_outputs(options)
+    _check(options)
     causes = rungs(lanes=options.lanes if options.lanes > 1 else 8) if options.explain else {}
     beside = fixed_orders(options.stages) if options.explain else ()
     texts = [*causes, *beside, *(options.modes or (() if options.explain else DEFAULT_MODES))]
@@ -48,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
     compute = "simulated" if options.simulated else options.compute
-    settings = Settings(options.scenario, options.stages, options.microbatches, _unit(options, costs[0]), tuple(seeds), options.lanes,
+    settings = Settings(options.scenario, options.stages, options.microbatches, unit_of(options.scenario, options.unit, costs[0]), tuple(seeds), options.lanes,
                         compute, cores, load)
     with tempfile.TemporaryDirectory(prefix="rrfp-compare-") as scratch:
         out = options.out or (Path(scratch) if options.picture else None)
@@ -79,22 +77,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _check_outputs(options) -> None:
-    """What could not be written after minutes of measuring is refused before."""
-    for name, path in (("--json", options.json), ("--picture", options.picture)):
-        if path is not None and not path.parent.is_dir():
-            raise ConfigurationError(f"{name} {path}: there is no directory {path.parent}; make it first")
-    if options.picture is not None and options.simulated:
+def _check(options) -> None:
+    """What could not be written after minutes of measuring is refused before, and so is what --simulated would ignore."""
+    if options.simulated and options.picture is not None:
         raise ConfigurationError(f"--picture {options.picture}: --simulated runs nothing to draw; use `rrfp simulate --picture`")
-    if options.picture is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigurationError(f"--picture {options.picture}: matplotlib is not installed (pip install matplotlib); or leave --picture out")
-
-
-def _unit(options, costs: Costs) -> float:
-    """The mean forward: as asked for, unless the scenario is a file, which may have its own."""
-    if options.scenario in SCENARIOS:
-        return options.unit
-    return fmean(seconds for (kind, *_), seconds in costs.durations.items() if kind == "F")
+    if options.simulated and options.out is not None:
+        raise ConfigurationError(f"--out {options.out}: --simulated runs nothing to trace; leave one of the two out")
+    if options.simulated and options.compute == "real":
+        raise ConfigurationError("--compute real: --simulated runs nothing; leave one of the two out")
+    check_file("--json", options.json)
+    check_picture(options.picture)
+    make_directory("--out", options.out)
 
 
 def _bounds(costs: Costs) -> tuple[float, float | None]:

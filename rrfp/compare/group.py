@@ -16,11 +16,13 @@ Baselines on torch share one default gloo group: `join_gloo`. `directory` is emp
 import gc
 import multiprocessing
 import os
+import signal
 import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -274,10 +276,15 @@ class Group:
                 try:
                     rows[rank] = pipe.recv()
                 except EOFError:
-                    raise RuntimeError(f"rank {rank} ended without a word") from None
+                    raise RuntimeError(f"rank {rank} ended without a word{self._how_it_ended(rank)}") from None
                 if isinstance(rows[rank], str):
                     raise RuntimeError(f"rank {rank} failed:\n{rows[rank]}")
         return [rows[rank] for rank in range(self.ranks)]
+
+    def _how_it_ended(self, rank: int) -> str:
+        self._workers[rank].join(1.0)
+        code = self._workers[rank].exitcode
+        return "" if code is None else f": killed by {signal.Signals(-code).name}" if code < 0 else f": exit status {code}"
 
     def _end(self, patience: float) -> None:
         until = time.monotonic() + patience
@@ -318,7 +325,8 @@ def _work(rank: int, make: Callable, pipes, barrier, call_timeout: float) -> Non
     except EOFError:
         pass  # the parent is gone, or ends us
     except BaseException:
-        pipe.send(traceback.format_exc())
+        with suppress(OSError):  # if the parent is gone, nobody reads it
+            pipe.send(traceback.format_exc())
 
 
 def _held() -> set[str]:

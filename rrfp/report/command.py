@@ -42,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"rrfp report: {error}", file=sys.stderr)
         return 2
     first = analyses[0]
+    for note in first.notes:
+        print(note)
     for finding in first.findings:
         print(finding.text)
     if first.suggestion:

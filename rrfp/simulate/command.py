@@ -11,11 +11,12 @@ from statistics import median, quantiles
 
 from rrfp.errors import ConfigurationError
 from rrfp.mode import mode_name, parse_mode
+from rrfp.outputs import check_file, check_picture
 from rrfp.policy import Policy
 from rrfp.simulate.bounds import lower_bound, tight_bound
 from rrfp.simulate.clock import Result
-from rrfp.simulate.costs import Costs, from_scenario
-from rrfp.simulate.rendezvous import simulate_megatron_1f1b
+from rrfp.simulate.costs import Costs, from_scenario, unit_of
+from rrfp.simulate.rendezvous import check_modelled, simulate_megatron_1f1b
 from rrfp.simulate.scenarios import CALM, LEVELS, SCENARIOS, check_scenario
 from rrfp.simulate.timeline import timeline_of, waits_of
 
@@ -40,6 +41,13 @@ class Way:
     @property
     def order(self) -> str:
         return "microbatch" if self.policy is None else self.policy.order
+
+    def check(self, costs: Costs) -> None:
+        """Raises ConfigurationError if it cannot be simulated with these costs."""
+        if self.policy is not None:
+            costs.check(self.policy)
+        else:
+            check_modelled(costs)
 
     def limits(self, costs: Costs) -> list[int]:
         return (self.policy or parse_mode(BASELINE)).limits(costs.placement, costs.microbatches)
@@ -138,6 +146,10 @@ def _run(options: argparse.Namespace) -> None:
         raise ConfigurationError(f"--trace {options.trace}: says what the call costs, and so does --scenario; use one or the other")
     for name in names:
         check_scenario(name)
+    if options.call is not None and not options.trace:
+        raise ConfigurationError(f"--call {options.call}: picks a call of a trace; name it with --trace DIR")
+    if options.trace and options.chunks > 1:
+        raise ConfigurationError(f"--chunks {options.chunks}: the trace says how many stages a rank has; leave the option out")
     if options.memory_bound and not options.search:
         raise ConfigurationError(f"--memory-bound {options.memory_bound}: is what --search keeps to; add --search, or use --limit")
     if len(names) > 1:
@@ -145,6 +157,10 @@ def _run(options: argparse.Namespace) -> None:
             raise ConfigurationError(f"--scenario {' '.join(options.scenario)}: --json, --picture and --search are for one scenario; name one")
         _compare_scenarios(options, names)
         return
+    if options.search and (options.json or options.picture):
+        raise ConfigurationError("--search: prints a list, and writes neither --json nor --picture; leave them out")
+    check_file("--json", options.json)
+    check_picture(options.picture)
     draws = _costs(options, names[0])
     if options.search:
         _search(options, draws, names[0])
@@ -188,11 +204,10 @@ def _ways(options: argparse.Namespace) -> list[Way]:
 def _way(name: str, options: argparse.Namespace) -> Way:
     if name == MEGATRON:
         return Way(f"{name} (modelled)", None, simulate_megatron_1f1b)
-    policy = parse_mode(name)
-    lanes = options.lanes if policy.lanes == 1 else policy.lanes
+    policy = parse_mode(name if "lanes=" in name or options.lanes == 1 else f"{name}:lanes={options.lanes}")
 
     def run(costs: Costs) -> Result:
-        return costs.simulate(policy, lanes=lanes, announce_delay=options.announce_delay)
+        return costs.simulate(policy, announce_delay=options.announce_delay)
 
     return Way(mode_name(policy), policy, run)
 
@@ -202,6 +217,8 @@ def _way(name: str, options: argparse.Namespace) -> Way:
 
 def _compare_modes(options: argparse.Namespace, draws: list[Costs], scenario: str) -> None:
     ways, costs = _ways(options), draws[0]
+    for way in ways:  # before anything is printed
+        way.check(costs)
     placement = costs.placement
     bounds = {split: [lower_bound(each, split=split).seconds for each in draws] for split in (False, True) if not split or costs.splits}
     print(_heading(options, costs, scenario))
@@ -272,7 +289,7 @@ def _heading(options: argparse.Namespace, costs: Costs, scenario: str) -> str:
     if options.trace:
         return what + f"as traced in {options.trace}"
     seeds = f"seed {options.seeds[0]}" if len(options.seeds) == 1 else f"medians of seeds {options.seeds[0]} to {options.seeds[-1]}"
-    return what + f"scenario {scenario}, forward {options.unit:g} s on average, {seeds}, {_lanes(options.lanes)}"
+    return what + f"scenario {scenario}, forward {unit_of(scenario, options.unit, costs):g} s on average, {seeds}, {_lanes(options.lanes)}"
 
 
 def _lanes(lanes: int) -> str:
@@ -291,7 +308,7 @@ def _write_json(options: argparse.Namespace, costs: Costs, scenario: str, bounds
         "chunks": costs.chunks,
         "microbatches": costs.microbatches,
         "compute": "simulated",
-        "unit_s": None if options.trace else options.unit,
+        "unit_s": None if options.trace else unit_of(scenario, options.unit, costs),
         "seeds": None if options.trace else list(options.seeds),
         "bound_s": median(bounds[False]),
         "split_bound_s": median(bounds[True]) if True in bounds else None,

@@ -1,6 +1,7 @@
 """What one call costs: how long every action takes and how late every message is."""
 
 from dataclasses import dataclass
+from statistics import fmean
 
 from rrfp.errors import ConfigurationError
 from rrfp.placement import Placement
@@ -40,6 +41,12 @@ class Costs:
         """Whether I and W are known, so that a split backward can be simulated."""
         return ("I", 0, 0) in self.durations and ("W", 0, 0) in self.durations
 
+    def check(self, policy: Policy) -> None:
+        """Raises ConfigurationError if the policy splits the backward and the costs of I and W are not known."""
+        if policy.split and not self.splits:
+            raise ConfigurationError(f"hint {policy.hint}: splits the backward, but these costs know only the whole backward B;"
+                                     " use a hint without W, or costs that give I and W")
+
     def simulate(self, policy: Policy, *, lanes: int | None = None, announce_delay: float = 0.0) -> Result:
         """The call under `policy`, in virtual seconds.
 
@@ -48,11 +55,9 @@ class Costs:
             announce_delay: seconds that an announcement takes.
 
         Raises:
-            ConfigurationError: if the policy splits the backward and the costs of I and W are not known.
+            ConfigurationError: as `check` does.
         """
-        if policy.split and not self.splits:
-            raise ConfigurationError(f"hint {policy.hint}: splits the backward, but these costs know only the whole backward B;"
-                                     " use a hint without W, or costs that give I and W")
+        self.check(policy)
         return simulate(policy, self.placement, self.microbatches, self.durations, self.delays, lanes=lanes,
                         announce_delay=announce_delay)
 
@@ -74,3 +79,10 @@ def from_scenario(name: str, *, stages: int, microbatches: int, unit: float, see
     if stages % chunks:
         raise ConfigurationError(f"{stages} stages, {chunks} chunks: every rank holds the same number of stages; make stages a multiple")
     return Costs(stages, chunks, microbatches, *draw(name, stages, microbatches, unit, seed))
+
+
+def unit_of(name: str, unit: float, costs: Costs) -> float:
+    """Mean seconds of a rank's forward: `unit` as asked for, unless the scenario is a file, which says it by what it gives."""
+    if not name.endswith(".json"):
+        return unit
+    return costs.chunks * fmean(seconds for (kind, *_), seconds in costs.durations.items() if kind == "F")

@@ -30,6 +30,13 @@ class _Exchange(NamedTuple):
     receives: tuple[_Message, ...]
 
 
+def check_modelled(costs: Costs) -> None:
+    """Raises ConfigurationError with several chunks per rank."""
+    if costs.chunks > 1:
+        raise ConfigurationError(f"megatron-1f1b, {costs.chunks} chunks: only Megatron's schedule for one chunk per rank is modelled;"
+                                 " use strict:1f1b:1f1b")
+
+
 def simulate_megatron_1f1b(costs: Costs, *, message_cost: float = 0.0) -> Result:
     """One training call of Megatron's non-interleaved 1F1B.
 
@@ -37,11 +44,9 @@ def simulate_megatron_1f1b(costs: Costs, *, message_cost: float = 0.0) -> Result
     it that much after it was sent; its sender does not wait for that.
 
     Raises:
-        ConfigurationError: with several chunks per rank.
+        ConfigurationError: as `check_modelled` does.
     """
-    if costs.chunks > 1:
-        raise ConfigurationError(f"megatron-1f1b, {costs.chunks} chunks: only Megatron's schedule for one chunk per rank is modelled;"
-                                 " use strict:1f1b:1f1b")
+    check_modelled(costs)
     ranks, durations = costs.stages, costs.durations
     spans: dict[Action, Span] = {}
     rows: list[list[Action]] = [[] for _ in range(ranks)]

@@ -230,6 +230,8 @@ def _from_file(path: str, stages: int, microbatches: int, unit: float, seed: int
         durations |= _table(path, kind, content[kind], kind, stages, microbatches, unit, Random(f"{kind}/{seed}"))
     if "B" not in content:
         durations |= {("B", s, m): durations["I", s, m] + durations["W", s, m] for s in range(stages) for m in range(microbatches)}
+    if not any(durations.values()):
+        raise _refuse(path, "all durations are 0, so there is nothing to compare")
     delays: Draws = {}
     late = content.get("delays", {})
     if not isinstance(late, dict) or set(late) - {"F", "B"}:

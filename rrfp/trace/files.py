@@ -156,7 +156,9 @@ def read(directory: Path, *, calls: Iterable[int] | None = None) -> Timeline:
     matches = {path: re.fullmatch(r"rank(\d+)\.jsonl", path.name) for path in directory.glob("rank*.jsonl")}
     named = {int(match[1]): path for path, match in matches.items() if match}
     if not named:
-        raise ConfigurationError(f"{directory} holds no trace: no file rank*.jsonl in it; pass what --rrfp-trace was given")
+        below = sorted({path.parent.name for path in directory.glob("*/rank*.jsonl")})
+        way_out = f"name one of the directories in it: {', '.join(below)}" if below else "pass what --rrfp-trace was given"
+        raise ConfigurationError(f"{directory} holds no trace: no file rank*.jsonl in it; {way_out}")
     wanted = None if calls is None else set(calls)
     headers, traces, notes = {}, {}, []
     for rank, path in sorted(named.items()):
@@ -276,4 +278,7 @@ def _add(trace: RankTrace, line: list, shift: float, wanted: set[int] | None) ->
 
 
 def _span(numbers: tuple[int, ...]) -> str:
-    return f"{numbers[0]}..{numbers[-1]}" if numbers else "none"
+    if not numbers:
+        return "none"
+    every = len(numbers) == numbers[-1] - numbers[0] + 1
+    return f"{numbers[0]}..{numbers[-1]}" if every else ", ".join(map(str, numbers))

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from itertools import pairwise
@@ -124,6 +126,12 @@ def test_explain_simulated(capsys, tmp_path):
     assert whole["modes"][-1]["name"] == "ready:bf:2p"
 
 
+@pytest.mark.parametrize("scenario", ["J3", "organ-pipe:lengths", "mixed"])
+def test_the_unit_is_what_was_asked_for(scenario, capsys):
+    assert command.main(["--stages", "2", "--microbatches", "2", "--scenario", scenario, "--simulated", "--repeats", "1", "--unit", "0.002"]) == 0
+    assert "unit 2 ms" in capsys.readouterr().out
+
+
 class Broken:
     """Work that fails in the first action of the second call."""
 
@@ -143,6 +151,18 @@ def test_a_rank_that_fails_is_shown_and_leaves_no_process(monkeypatch, capsys):
     assert [child for child in psutil.Process().children() if child not in before] == []
 
 
+class Suicidal(Broken):
+    def spend(self, seconds):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_is_killed_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(command, "_work", lambda options, cores: Suicidal())
+    status = command.main(["--stages", "2", "--microbatches", "2", "--scenario", "uniform", "--modes", "strict:1f1b:1f1b"])
+    assert status == 1
+    assert re.search(r"^rrfp compare: rank [01] ended without a word: killed by SIGKILL$", capsys.readouterr().err, re.MULTILINE)
+
+
 @pytest.mark.parametrize(("arguments", "says"), [
     (["--stages", "1"], r"--stages 1: a pipeline has at least 2 stages"),
     (["--modes", "gpipe"], r"--modes gpipe: is no mode; use megatron-1f1b, torch-1f1b, torch-zbv, ready:HINT:LIMIT"),
@@ -152,6 +172,10 @@ def test_a_rank_that_fails_is_shown_and_leaves_no_process(monkeypatch, capsys):
     (["--simulated", "--modes", "torch-zbv"], "--modes torch-zbv: is not modelled"),
     (["--microbatches", "2", "--modes", "torch-1f1b"], "--microbatches 2: torch-1f1b"),
     (["--json", "nowhere/figures.json"], "--json nowhere/figures.json: there is no directory nowhere"),
+    (["--picture", "p.what"], "--picture p.what: is a PNG"),
+    (["--out", "/proc/nowhere"], "--out /proc/nowhere: no directory can be made there"),
+    (["--out", "traces", "--simulated"], "--out traces: --simulated runs nothing to trace"),
+    (["--compute", "real", "--simulated"], "--compute real: --simulated runs nothing"),
     (["--picture", "p.png", "--simulated", "--modes", "ready:alt:2p"], "--picture p.png: --simulated runs nothing to draw"),
 ])
 def test_refusals_are_one_line(arguments, says):

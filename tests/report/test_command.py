@@ -60,6 +60,7 @@ def test_a_killed_and_a_missing_rank_are_no_obstacle(tmp_path, capsys):
     (tmp_path / "run/rank3.jsonl").unlink()
     assert main([str(tmp_path / "run")]) == 0
     assert "rank 3 is missing" in (tmp_path / "run/report.html").read_text()
+    assert "rank 3 is missing: it wrote no trace\n" in capsys.readouterr().out
 
 
 def test_refusals_are_one_line_and_status_2(run, tmp_path, capsys):

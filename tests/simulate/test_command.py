@@ -65,7 +65,8 @@ def test_the_modes_of_one_scenario(capsys, tmp_path):
 
 def test_one_mode_option_by_option(capsys):
     lines = said(capsys, *SMALL, "--hint", "fill-r", "--limit", "2p-1", "--order", "free", "--lanes", "2")
-    assert [line.split()[0] for line in lines[3:]] == ["strict:1f1b:1f1b", "ready:fill-r:2p-1:free"] and lines[0].endswith("2 lanes")
+    assert [line.split()[0] for line in lines[3:]] == ["strict:1f1b:1f1b:lanes=2", "ready:fill-r:2p-1:free:lanes=2"]
+    assert lines[0].endswith("2 lanes")
 
 
 def test_lanes_are_for_modes_that_do_not_say(capsys):
@@ -115,11 +116,31 @@ def test_a_file_is_a_scenario(capsys, tmp_path):
     (["--memory-bound", "8"], "--memory-bound 8: is what --search keeps to"),
     (["--search", "--memory-bound", "8", "--hint", "alt"], "--hint: is what --search looks for"),
     (["--chunks", "2", "--modes", "megatron-1f1b"], "megatron-1f1b, 2 chunks: only Megatron's schedule for one chunk"),
+    (["--search", "--memory-bound", "8", "--json", "x"], "--search: prints a list, and writes neither --json nor --picture"),
+    (["--call", "3"], "--call 3: picks a call of a trace"),
+    (["--trace", "/nowhere", "--chunks", "2"], "--chunks 2: the trace says"),
+    (["--json", "/nowhere/x.json"], "--json /nowhere/x.json: there is no directory /nowhere"),
+    (["--picture", "x.what"], "--picture x.what: is a PNG"),
     (["--trace", "/nowhere"], "/nowhere holds no trace"),
     (["--trace", "/nowhere", "--scenario", "mixed"], "--trace /nowhere: says what the call costs, and so does --scenario"),
 ])
 def test_what_is_refused_is_one_line(capsys, arguments, text):
     assert text in refused(capsys, *arguments)
+
+
+def test_what_cannot_be_simulated_is_refused_before_anything_is_printed(capsys, tmp_path):
+    (tmp_path / "whole.json").write_text(json.dumps({"F": 1, "B": 2}))
+    for arguments in (["--scenario", str(tmp_path / "whole.json"), "--modes", "strict:1f1b", "ready:fill-r:2p"],
+                      ["--chunks", "2", "--modes", "strict:1f1b", "megatron-1f1b"], ["--picture", "x.what"]):
+        assert main(arguments) == 2
+        assert capsys.readouterr().out == ""
+
+
+def test_a_file_in_seconds_says_its_own_unit(capsys, tmp_path):
+    (tmp_path / "mine.json").write_text(json.dumps({"unit": 1, "F": 3, "B": 4}))
+    lines = said(capsys, *SMALL[:4], "--seeds", "1", "--chunks", "2", "--scenario", str(tmp_path / "mine.json"), "--json", str(tmp_path / "out.json"))
+    assert "forward 6 s on average" in lines[0] and json.loads((tmp_path / "out.json").read_text())["unit_s"] == 6.0
+    assert "forward 0.02 s on average" in said(capsys, *SMALL[:4], "--scenario", "J3", "--seeds", "1")[0]
 
 
 def test_the_search(capsys):

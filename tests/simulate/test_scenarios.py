@@ -107,6 +107,7 @@ def test_a_file_that_varies(tmp_path):
     ({"F": [[1, 2]], "B": 2}, "F: a table has 2 rows (stages) of 3 numbers (microbatches)"),
     ({"F": {"mean": [1, 2, 3]}, "B": 2}, "F: mean has 3 numbers where 2 are needed"), ({"F": {"men": 1}, "B": 2}, "F: does not know men"),
     ({"stages": 4, "F": 1, "B": 2}, "is for 4 stages, not 2"), ({"F": 1, "B": 2, "delays": 3}, "delays: must be an object"),
+    ({"F": 0, "B": 0}, "all durations are 0"), ({"unit": 0, "F": 1, "B": 2}, "all durations are 0"),
 ])
 def test_what_a_file_must_not_say(tmp_path, content, text):
     path = write(tmp_path, content)

@@ -115,3 +115,16 @@ def test_a_call_that_is_not_there_is_named(make):
     timeline = read(make(stages=2, microbatches=2, calls=(4, 5)).directory)
     with pytest.raises(ConfigurationError, match=r"call 9 is not in the trace: it holds calls 4\.\.5"):
         timeline.of_call(9)
+    timeline = read(make(name="gaps", stages=2, microbatches=2, calls=(4, 7)).directory)
+    with pytest.raises(ConfigurationError, match="call 5 is not in the trace: it holds calls 4, 7"):
+        timeline.of_call(5)
+
+
+def test_a_directory_of_traces_names_them(make, tmp_path):
+    run = make(stages=2, microbatches=2)
+    (tmp_path / "both").mkdir()
+    for name in ("ready", "strict"):
+        (tmp_path / "both" / name).mkdir()
+        (tmp_path / "both" / name / "rank0.jsonl").write_bytes((run.directory / "rank0.jsonl").read_bytes())
+    with pytest.raises(ConfigurationError, match="both holds no trace.*name one of the directories in it: ready, strict"):
+        read(tmp_path / "both")
