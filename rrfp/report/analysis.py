@@ -11,13 +11,14 @@ from rrfp.errors import ConfigurationError
 from rrfp.report.causes import CAUSES, Explanation, Wait
 from rrfp.report.critical_path import Segment, critical_path, totals
 from rrfp.report.findings import Finding, find
-from rrfp.report.spread import Spread, spread
+from rrfp.report.savings import Saving, savings
+from rrfp.report.spread import Spread, beside, spread
 from rrfp.report.steps import Graph, graph
 from rrfp.report.suggestion import Suggestion, suggest
 from rrfp.report.whatif import WhatIf
 from rrfp.trace.files import Timeline
 
-__all__ = ["CAUSES", "ActionReport", "Analysis", "Finding", "Segment", "Spread", "Suggestion", "Wait", "analyse"]
+__all__ = ["CAUSES", "ActionReport", "Analysis", "Finding", "Saving", "Segment", "Spread", "Suggestion", "Wait", "analyse"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Analysis:
     call: int
     begin: float
     """On the timeline's clock; everything else counts from here."""
+    wall: float | None
+    """The wall time of the begin on the first rank's host, seconds since 1970, where the trace tells."""
     seconds: float
     stages: int
     ranks: int
@@ -79,8 +82,12 @@ class Analysis:
     latencies: list[Spread]
     """Per edge: from when only the edge held a message (sent, and its receiver had room for it) to its arrival."""
     findings: list[Finding]
-    """Worst first; never empty."""
+    """In the order of what to do about them; never empty."""
+    savings: list[Saving]
+    """The call with each of them mended, all from one base; empty where it can't be simulated."""
     suggestion: Suggestion | None
+    hosts: dict[str, str]
+    """Rank -> the host it ran on, where the trace tells."""
     clocks: dict[str, float]
     """Host -> how wrong its clock may be against the first one's, seconds, where that is known; empty for one host."""
     notes: list[str]
@@ -109,9 +116,13 @@ def analyse(timeline: Timeline, *, call: int | None = None, simulations: bool = 
     bubbles = _bubbles(g, explanation.waits)
     durations, latencies = _durations(g), _latencies(g)
     what_if = WhatIf.of(timeline, g) if simulations else None
+    hosts = {rank: trace.host for rank, trace in timeline.ranks.items() if trace.host}
+    findings, changes = find(g, explanation, path, what_if, hosts)
+    suggestion = None if what_if is None else suggest(what_if.costs, what_if.policy, mode=g.mode)
     return Analysis(
         call=number,
         begin=g.begin,
+        wall=next((trace.epoch + g.begin for trace in timeline.ranks.values() if trace.epoch is not None), None),
         seconds=g.seconds,
         stages=len(g.rank_of),
         ranks=len(timeline.ranks),
@@ -129,8 +140,10 @@ def analyse(timeline: Timeline, *, call: int | None = None, simulations: bool = 
         peak_in_flight={str(rank): max((step.in_flight for step in row), default=0) for rank, row in g.rows.items()},
         durations=durations,
         latencies=latencies,
-        findings=find(g, explanation, path, what_if),
-        suggestion=None if what_if is None else suggest(what_if.costs, what_if.policy, mode=g.mode),
+        findings=findings,
+        savings=savings(g.seconds, what_if, changes, suggestion),
+        suggestion=suggestion,
+        hosts={str(rank): host for rank, host in hosts.items()},
         clocks={host: clock.error for host, clock in list(timeline.clocks.items())[1:] if clock.error is not None},
         notes=_notes(timeline, g),
     )
@@ -190,12 +203,12 @@ def _durations(g: Graph) -> list[Spread]:
     values: dict[tuple[int, str], list[float]] = defaultdict(list)
     for step in g.steps:
         values[step.action.stage, step.action.kind].append(step.end - step.start)
-    return [spread(f"{stage}{kind}", stage, kind, values[stage, kind]) for stage, kind in sorted(values)]
+    return beside([spread(f"{stage}{kind}", stage, kind, values[stage, kind]) for stage, kind in sorted(values)])
 
 
 def _latencies(g: Graph) -> list[Spread]:
-    return [spread(str(edge), edge.source, "message", [each.latency for each in messages])
-            for edge, messages in sorted(g.latencies.items())]
+    return beside([spread(str(edge), edge.source, "message", [each.latency for each in messages])
+                   for edge, messages in sorted(g.latencies.items())])
 
 
 def _notes(timeline: Timeline, g: Graph) -> list[str]:

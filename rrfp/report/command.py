@@ -8,6 +8,7 @@ from pathlib import Path
 from rrfp.errors import ConfigurationError
 from rrfp.report.analysis import analyse
 from rrfp.report.page import write_page
+from rrfp.report.suggestion import lead
 from rrfp.trace.files import Timeline, read
 
 _PATIENCE = 10_000
@@ -46,8 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(note)
     for finding in first.findings:
         print(finding.text)
+        if finding.action:
+            print(f"  Next: {finding.action}")
     if first.suggestion:
-        print(f"Try: {first.suggestion.text}")
+        print(f"{lead(first.findings[0].cause)}: {first.suggestion.text}")
     print(f"report: {out} (call{'s' * (len(analyses) > 1)} {', '.join(str(each.call) for each in analyses)}; open it in a browser)")
     return 0
 

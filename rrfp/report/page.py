@@ -13,6 +13,8 @@ from pathlib import Path
 from rrfp.errors import ConfigurationError
 from rrfp.mode import parse_mode
 from rrfp.report.analysis import Analysis
+from rrfp.report.suggestion import lead
+from rrfp.report.whatif import MEGATRON
 
 _HERE = files("rrfp.report")
 
@@ -66,9 +68,11 @@ def pack(analysis: Analysis) -> dict:
     suggestion = analysis.suggestion
     return {
         "call": analysis.call,
+        "wall": analysis.wall,
         "seconds": analysis.seconds,
         "microbatches": analysis.microbatches,
         "mode": analysis.mode,
+        "flags": running(analysis.mode),
         "forward_only": analysis.forward_only,
         "stages": sorted(int(stage) for stage in analysis.rank_of),
         "rank_of": analysis.rank_of,
@@ -85,7 +89,9 @@ def pack(analysis: Analysis) -> dict:
         "durations": [vars(each) for each in analysis.durations],
         "latencies": [vars(each) for each in analysis.latencies],
         "findings": [vars(each) for each in analysis.findings],
-        "suggestion": suggestion and vars(suggestion) | {"flags": flags(suggestion.mode)},
+        "savings": [vars(each) for each in analysis.savings],
+        "suggestion": suggestion and vars(suggestion) | {"flags": flags(suggestion.mode), "lead": lead(analysis.findings[0].cause)},
+        "hosts": analysis.hosts,
         "clocks": analysis.clocks,
         "notes": analysis.notes,
     }
@@ -104,6 +110,11 @@ def flags(mode: str) -> str:
         if getattr(policy, name) != usual:
             words.append(f"--rrfp-{name} {getattr(policy, name)}")
     return " ".join(words)
+
+
+def running(mode: str | None) -> str:
+    """The flags that a call ran under, "" where they are not known."""
+    return "--pipeline-schedule 1f1b" if mode == MEGATRON else flags(mode) if mode else ""
 
 
 def _us(seconds: float) -> int:

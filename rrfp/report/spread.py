@@ -1,7 +1,7 @@
 """Order statistics of durations and latencies."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,19 @@ class Spread:
     p95: float
     variability: float
     """(p95 - p5) / p50, the RRFP paper's measure (arXiv 2605.18750); 0 where p50 is 0."""
+    others: float | None = None
+    """The median of the medians of the other rows of its kind; None if there is no other."""
+
+
+def beside(rows: Sequence[Spread]) -> list[Spread]:
+    """The same rows, each with what is usual for the others of its kind."""
+    return [replace(row, others=usual(other for other in rows if other.kind == row.kind and other is not row)) for row in rows]
+
+
+def usual(rows: Iterable[Spread]) -> float | None:
+    """The median of some rows' medians, None of none."""
+    medians = sorted(row.p50 for row in rows)
+    return percentile(medians, 0.5) if medians else None
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:

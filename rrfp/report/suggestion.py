@@ -62,6 +62,11 @@ def suggest(costs: Costs, policy: Policy, *, mode: str | None = None) -> Suggest
     return Suggestion(text, mode_name(best.policy), speedup, best.seconds)
 
 
+def lead(cause: str) -> str:
+    """How a suggestion is introduced where the first finding has that cause: no other schedule mends a fault."""
+    return {"straggler": "A side gain, until it is mended", "late edge": "Until it is mended"}.get(cause, "Try")
+
+
 def _candidates(now: WhatIf) -> Iterator[WhatIf]:
     """Ways to try, by memory and then by how little they change."""
     policy, costs = now.policy, now.costs

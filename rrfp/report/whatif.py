@@ -1,6 +1,6 @@
 """What a call would take if one thing about it were different: its costs, changed, under the scheduler it ran with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -64,6 +64,15 @@ class WhatIf:
         """change(kind, receiving stage, microbatch, seconds) -> seconds."""
         costs = self.costs
         return replace(self, costs=replace(costs, delays={key: change(*key, taken) for key, taken in costs.delays.items()}))
+
+    def fed(self, order: Sequence[int]) -> "WhatIf":
+        """With the microbatches fed in that order."""
+        costs, at = self.costs, {old: new for new, old in enumerate(order)}
+
+        def moved(draws):
+            return {(kind, stage, at[microbatch]): taken for (kind, stage, microbatch), taken in draws.items()}
+
+        return replace(self, costs=replace(costs, durations=moved(costs.durations), delays=moved(costs.delays)))
 
 
 def _policy(graph: Graph, placement: Placement) -> Policy | None:

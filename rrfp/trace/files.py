@@ -77,6 +77,8 @@ class RankTrace:
     host: str = ""
     boot: str = ""
     """Ranks of the same boot of a host share a clock."""
+    epoch: float | None = None
+    """The wall time, in seconds since 1970, at which that clock stood at zero."""
 
 
 @dataclass
@@ -170,7 +172,7 @@ def read(directory: Path, *, calls: Iterable[int] | None = None) -> Timeline:
         headers[rank] = header = _header(path, lines[0])
         reference = next(iter(headers.values()))
         shift = 0.0 if header["boot"] and header["boot"] == reference["boot"] else _epoch(header) - _epoch(reference)
-        trace = RankTrace(rank, tuple(header["stages"]), {}, header.get("host", ""), header["boot"])
+        trace = RankTrace(rank, tuple(header["stages"]), {}, header.get("host", ""), header["boot"], _epoch(header))
         try:
             for line in lines[1:]:
                 _add(trace, line, shift, wanted)

@@ -28,7 +28,7 @@ def test_a_straggler_is_named(timeline, mode):
 def test_a_late_edge_is_named(timeline, edge, mode):
     finding = first(timeline(late_edge(edge), mode))
     assert (finding.cause, finding.where) == ("late edge", f"edge {edge}")
-    assert "40 ms" in finding.text
+    assert "40.0 ms" in finding.text
 
 
 @pytest.mark.parametrize("mode", ["strict:1f1b:1f1b", "ready:announced:1f1b", "ready:alt:1f1b"])
