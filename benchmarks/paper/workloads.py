@@ -6,18 +6,18 @@ size, no partition of the layers, no images per sample and no kernel speed. What
 - **Shapes** of the models are the published ones (`LANGUAGE`, `VISION`). The paper names a "ViT-5B" that has no published shape: 64
   layers of width 2560. "ViT-Big" is taken for ViT-bigG, the next after L, H and g.
 - **Micro-batch 1**: the paper's figure 5 has 192 entries in flight at worst for a global batch of 192.
-- **Lengths**: GPT-3 trains on its published 2,048 tokens. A multimodal sample has 960 tokens of text and 0 to 8 images (`IMAGES`, each
-  equally likely); an image is 1,024 patches in the vision tower and 256 tokens in the language model (448 pixels, patches of 14, merged
-  2 x 2, as InternVL does). 40% of the tokens then are images. The paper's figure 6 agrees: see `figure6`.
+- **Lengths**: GPT-3 trains on its published 2,048 tokens. A multimodal sample has 960 tokens of text and 0 to 8 images (`Variation`, each
+  number equally likely); an image is 1,024 patches in the vision tower and 256 tokens in the language model (448 pixels, patches of 14, merged
+  2 x 2, as InternVL does). 40% of the tokens then are images. The spread is a choice: see `fit`.
 - **Costs** follow the products' floating-point operations, a backward twice a forward and split evenly into I and W, with a log-normal
   variation of 0.1 per action on top (the paper measured up to 0.22, as (p95 - p5) / p50 = 0.73 in the worst of its samples).
 - **Partition**: contiguous; the output layer is on the last stage, which gets as few other layers as leave it the busiest, the others
   are divided evenly. This is the paper's figure 6 again: the last stage is the bottleneck, the busiest other one at 0.84 of it.
 - **Speed**: not known, so one number per row of a table is taken from the paper (`repro.calibrate` says which). Only what is left, the
   ratios between the columns, is a prediction.
-- **Messages** (`Messages`): the paper measured its communication under 1F1B at about 0.5 ms in the median and up to 31 ms, (p95 - p5) /
+- **Messages** (`Variation`): the paper measured its communication under 1F1B at about 0.5 ms in the median and up to 31 ms, (p95 - p5) /
   p50 up to 58.74. So a message takes 0.5 ms, and with some probability up to 31 ms more, evenly spread. The probability is not
-  published; it is the one free parameter, and `messages` says what each value of it would mean.
+  published and was chosen to agree with table 1; the experiment `fit` says what other values would mean.
 - **Tensor parallelism** divides the costs (the speed is calibrated per row anyhow) and adds the paper's own measured agreement, 0.16 ms
   per action at TP 2 and 0.23 ms at TP 4 (its table 3), where actions are chosen by readiness. Data parallelism divides the batch.
 """
