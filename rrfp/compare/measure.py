@@ -11,7 +11,7 @@ from rrfp.compare.group import Contenders, Group, Job, Outcome
 from rrfp.compare.work import Work
 from rrfp.errors import ConfigurationError
 from rrfp.mode import mode_name, parse_mode
-from rrfp.policy import Policy
+from rrfp.policy import BUILT_IN, Policy
 from rrfp.simulate.clock import Result
 from rrfp.simulate.costs import Costs
 from rrfp.simulate.rendezvous import simulate_megatron_1f1b
@@ -105,9 +105,10 @@ def measure(
     names = list(modes)
     with Group(stages, stage=make, call_timeout=call_timeout) as group:
         progress(f"{stages} processes are up")
-        few = min(microbatches, stages)
-        for name, mode in modes.items():  # connections, buffers, first allocations
-            group.run(Job(mode, few, costs[0].durations))
+        for mode in modes.values():  # connections, buffers, first allocations
+            # A few microbatches will do, but a hint's file is for one number of them.
+            whole = isinstance(mode, Policy) and mode.hint not in BUILT_IN
+            group.run(Job(mode, microbatches if whole else min(microbatches, stages), costs[0].durations))
         for repeat, each in enumerate(costs):
             lasts = sum(each.durations.values()) + sum(each.delays.values())  # more than one action after another
             turn = repeat % len(names)

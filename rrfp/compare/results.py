@@ -200,7 +200,7 @@ def heading(settings: Settings) -> list[str]:
     seeds = sorted(set(settings.seeds))
     named = f"seeds {seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"seed {seeds[0]}"
     lanes = f"{settings.lanes} lane{'s' * (settings.lanes > 1)} unless a mode says otherwise"
-    what = (f"{settings.scenario}: {settings.stages} stages, {settings.microbatches} microbatches, unit {settings.unit * 1e3:g} ms, "
+    what = (f"{settings.scenario}: {settings.stages} stages, {settings.microbatches} microbatches, unit {settings.unit * 1e3:.3g} ms, "
             f"{len(settings.seeds)} repeats ({named}), {lanes}")
     return [what, how + machine]
 

@@ -289,7 +289,7 @@ def _heading(options: argparse.Namespace, costs: Costs, scenario: str) -> str:
     if options.trace:
         return what + f"as traced in {options.trace}"
     seeds = f"seed {options.seeds[0]}" if len(options.seeds) == 1 else f"medians of seeds {options.seeds[0]} to {options.seeds[-1]}"
-    return what + f"scenario {scenario}, forward {unit_of(scenario, options.unit, costs):g} s on average, {seeds}, {_lanes(options.lanes)}"
+    return what + f"scenario {scenario}, forward {unit_of(scenario, options.unit, costs):.3g} s on average, {seeds}, {_lanes(options.lanes)}"
 
 
 def _lanes(lanes: int) -> str:
@@ -329,6 +329,9 @@ def _write_json(options: argparse.Namespace, costs: Costs, scenario: str, bounds
 def _compare_scenarios(options: argparse.Namespace, names: list[str]) -> None:
     ways = _ways(options)
     draws = {name: _costs(options, name) for name in names}
+    for way in ways:  # before anything is printed
+        for each in draws.values():
+            way.check(each[0])
     some = draws[names[0]][0]
     chunks = f" of {some.chunks} chunks" if some.chunks > 1 else ""
     print(f"{some.placement.ranks} ranks{chunks}, {some.microbatches} microbatches, {len(names)} scenarios, {len(options.seeds)} seeds, "

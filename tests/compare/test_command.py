@@ -116,6 +116,13 @@ def test_more_ranks_than_cores_that_compute_for_real_are_warned_about(capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_a_hint_from_a_file_which_is_for_one_number_of_microbatches(tmp_path, capsys):
+    (tmp_path / "mine.csv").write_text("0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n")
+    assert command.main(["--stages", "2", "--microbatches", "3", "--scenario", "uniform", "--unit", "0.002", "--repeats", "1",
+                         "--modes", f"strict:{tmp_path}/mine.csv:2", f"ready:{tmp_path}/mine.csv:2p"]) == 0
+    assert f"ready:{tmp_path}/mine.csv:2p" in capsys.readouterr().out
+
+
 def test_explain_simulated(capsys, tmp_path):
     path = tmp_path / "ladder.json"
     assert command.main(["--stages", "4", "--microbatches", "8", "--scenario", "mixed", "--explain", "--simulated", "--repeats", "2",

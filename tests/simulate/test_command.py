@@ -131,6 +131,7 @@ def test_what_is_refused_is_one_line(capsys, arguments, text):
 def test_what_cannot_be_simulated_is_refused_before_anything_is_printed(capsys, tmp_path):
     (tmp_path / "whole.json").write_text(json.dumps({"F": 1, "B": 2}))
     for arguments in (["--scenario", str(tmp_path / "whole.json"), "--modes", "strict:1f1b", "ready:fill-r:2p"],
+                      ["--scenario", "mixed", str(tmp_path / "whole.json"), "--modes", "strict:1f1b", "ready:fill-r:2p"],
                       ["--chunks", "2", "--modes", "strict:1f1b", "megatron-1f1b"], ["--picture", "x.what"]):
         assert main(arguments) == 2
         assert capsys.readouterr().out == ""
