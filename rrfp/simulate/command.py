@@ -21,6 +21,7 @@ from rrfp.simulate.scenarios import CALM, LEVELS, SCENARIOS, check_scenario
 from rrfp.simulate.timeline import timeline_of, waits_of
 
 MEGATRON = "megatron-1f1b"
+_MODELLED = " (modelled)"
 BASELINE = "strict:1f1b:1f1b"
 TIGHT_UP_TO = 20_000
 """Stages x microbatches up to which the tight bound is worked out: a few seconds."""
@@ -203,7 +204,7 @@ def _ways(options: argparse.Namespace) -> list[Way]:
 
 def _way(name: str, options: argparse.Namespace) -> Way:
     if name == MEGATRON:
-        return Way(f"{name} (modelled)", None, simulate_megatron_1f1b)
+        return Way(name + _MODELLED, None, simulate_megatron_1f1b)
     policy = parse_mode(name if "lanes=" in name or options.lanes == 1 else f"{name}:lanes={options.lanes}")
 
     def run(costs: Costs) -> Result:
@@ -318,7 +319,7 @@ def _write_json(options: argparse.Namespace, costs: Costs, scenario: str, bounds
     for row in rows:
         q1, middle, q3 = quantiles(row.seconds, n=4, method="inclusive") if len(row.seconds) > 1 else row.seconds * 3
         content["modes"].append({
-            "name": row.name, "median_s": middle, "q1_s": q1, "q3_s": q3, "ratio": row.ratio, "over_bound": row.over_bound,
+            "name": row.name.removesuffix(_MODELLED), "median_s": middle, "q1_s": q1, "q3_s": q3, "ratio": row.ratio, "over_bound": row.over_bound,
             "over_tight_bound": row.over_tight, "peak_in_flight": row.peaks, "shares": row.shares})
     options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 

@@ -15,6 +15,7 @@ from rrfp.action import Edge
 from rrfp.compare import command
 from rrfp.compare.measure import parse_modes
 from rrfp.errors import ConfigurationError
+from rrfp.simulate.command import main as simulate
 from rrfp.trace.files import read
 
 STAGES, MICROBATCHES = 3, 4
@@ -131,6 +132,25 @@ def test_explain_simulated(capsys, tmp_path):
     assert "asynchronous transport" in out and "SIMULATED" in out and "lanes=8" in out
     assert len(whole["ladder"]["steps"]) == 6 and len(whole["modes"]) == 9
     assert whole["modes"][-1]["name"] == "ready:bf:2p"
+
+
+def test_simulated_says_what_rrfp_simulate_says(tmp_path):
+    asked = ["--stages", "4", "--microbatches", "8", "--scenario", "paper-multimodal", "--seeds", "3-5", "--modes", "megatron-1f1b",
+             "strict:1f1b:1f1b", "ready:alt:2p", "ready:fill-r:2p-1:free:lanes=4"]
+    assert command.main([*asked, "--simulated", "--json", str(tmp_path / "compare.json")]) == 0
+    assert simulate([*asked, "--json", str(tmp_path / "simulate.json")]) == 0
+    ours, other = (json.loads((tmp_path / name).read_text()) for name in ("compare.json", "simulate.json"))
+    for key in ("scenario", "stages", "microbatches", "compute", "unit_s", "seeds"):
+        assert ours[key] == other[key], key
+    for key in ("bound_s", "split_bound_s"):
+        assert ours[key] == pytest.approx(other[key])
+    for mine, its in zip(ours["modes"], other["modes"], strict=True):
+        assert mine["name"] == its["name"] and mine["peak_in_flight"] == its["peak_in_flight"]
+        for key in ("median_s", "q1_s", "q3_s", "ratio", "over_bound"):
+            assert mine[key] == pytest.approx(its[key]), key
+        # Of the repeats taken together here, of each repeat there; rounded here.
+        for part, share in its["shares"].items():
+            assert mine["shares"][part] == pytest.approx(share, abs=1.5), part
 
 
 @pytest.mark.parametrize("scenario", ["J3", "organ-pipe:lengths", "mixed"])
