@@ -70,8 +70,9 @@ class Case:
             self.mended = change(self.mended)
 
     def instead(self, gain: float) -> str:
-        """`2487 ms instead of 3259`."""
-        return f"{ms(self.graph.seconds - gain)} instead of {ms(self.graph.seconds).removesuffix(' ms')}"
+        """`2487 ms instead of 3259 (predicted)`."""
+        source = "predicted" if self.what_if is not None else "estimated by the critical path"
+        return f"{ms(self.graph.seconds - gain)} instead of {ms(self.graph.seconds).removesuffix(' ms')} ({source})"
 
     def rank(self, rank: int) -> str:
         """`rank 5 (on node7)`."""

@@ -55,7 +55,7 @@ def slow_ranks(case: Case) -> list[Judged]:
     evidence = [_medians_text(case, rank, medians[rank]) for rank in slow]
     evidence.append(f"{share:.0%} of the critical path is {where}")
     even = "as fast as the others" if len(slow) == 1 else "evened out"
-    evidence.append(f"{even}, the call would take {case.instead(seconds)} (predicted)")
+    evidence.append(f"{even}, the call would take {case.instead(seconds)}")
     change = Change(f"{where} {even}", mended, seconds)
     ratio = max(sum(mine for mine, _ in each.values()) / sum(others for _, others in each.values()) for each in medians.values())
     steady = all(_quartile_range(values) <= STEADY * median(values) for values in slow.values())
@@ -161,7 +161,7 @@ def late_edges(case: Case) -> list[Judged]:
             f"{len(latencies[edge])} messages, {between(latencies[edge])}",
             f"rank {target} was idle for them {waited[target] / graph.seconds:.0%} of the call",
             f"{on_path / graph.seconds:.0%} of the critical path is spent on this edge",
-            f"as fast as the others, the call would take {case.instead(seconds)} (predicted)",
+            f"as fast as the others, the call would take {case.instead(seconds)}",
         )
         action = f"check the link from {case.link(source, target)}: {_manner(latencies, edge, level)}."
         finding = Finding("late edge", f"edge {edge}", text, evidence, seconds, action, (edge.destination,), (str(edge),), "late message")

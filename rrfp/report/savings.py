@@ -55,7 +55,7 @@ def savings(seconds: float, what_if: WhatIf | None, changes: list[Change], sugge
     def row(label: str, kind: str, then: float) -> None:
         rows.append(Saving(label, kind, then, seconds / then if then > 0 else 1.0))
 
-    for change in changes:
+    for change in sorted(changes, key=lambda each: not each.possible):
         row(change.label, "change" if change.possible else "bound", seconds - change.gain)
     possible = [change for change in changes if change.possible]
     if suggestion is not None:

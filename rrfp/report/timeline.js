@@ -33,9 +33,10 @@ let lastScroll = -1e9;
 addEventListener("scroll", () => { lastScroll = performance.now(); }, { passive: true });
 
 class Timeline {
-  // `call`: see rrfp/report/page.py, `pack`. `stages`, `edges`: those that a finding names. `tip(lines, x, y)` shows a tooltip or, without lines, hides it.
-  constructor(canvas, call, view, { stages, edges, tip }) {
-    Object.assign(this, { canvas, call, view, stages, edges, tip, hovered: null, band: null });
+  // `call`: see rrfp/report/page.py, `pack`. `marks`: stage -> mark, `edges`: those that a finding names. `loud`: causes of idle time
+  // that one is about. `tip(lines, x, y)` shows a tooltip or, without lines, hides it.
+  constructor(canvas, call, view, { marks, edges, loud, tip }) {
+    Object.assign(this, { canvas, call, view, marks, edges, loud, tip, hovered: null, band: null });
     this.rows = call.stages.map((stage) => ({ stage, rank: call.rank_of[stage], items: [] }));
     const row = new Map(this.rows.map((each) => [each.stage, each]));
     const { actions, waits } = call;
@@ -119,7 +120,10 @@ class Timeline {
         if (draw(i, from, to) !== false) reached = Math.max(from + 1, to);
       }
     };
-    visible(row.waits, row.waitEnds, waits, (i, from, to) => box(causeColour(waits.cause[i]), view.critical ? 0.4 : 1, from, y + (bar - low) / 2, Math.max(to - from, 0.6), low));
+    visible(row.waits, row.waitEnds, waits, (i, from, to) => {
+      const high = this.loud.has(waits.cause[i]) ? bar * 0.8 : low;
+      box(causeColour(waits.cause[i]), view.critical ? 0.4 : 1, from, y + (bar - high) / 2, Math.max(to - from, 0.6), high);
+    });
     for (const critical of view.critical ? [0, 1] : [-1]) {
       visible(row.items, row.ends, actions, (i, from, to) => {
         if (critical >= 0 && critical !== actions.critical[i]) return false;
@@ -170,10 +174,10 @@ class Timeline {
     const every = Math.ceil(13 / this.pitch), words = this.left > 40 ? "stage " : "";
     pen.textAlign = "left";
     this.rows.forEach((row, at) => {
-      const mark = this.stages.has(row.stage);
+      const mark = this.marks.get(row.stage);
       if (at % every && !mark) return;
-      pen.fillStyle = mark ? colour("alarm") : ink;
-      pen.fillText((mark ? "\u25b2 " : "") + words + row.stage, 0, this.top + at * this.pitch + bar / 2 + 0.5);
+      pen.fillStyle = mark && mark.includes(NAMED) ? colour("alarm") : ink;
+      pen.fillText((mark ? mark + " " : "") + words + row.stage, 0, this.top + at * this.pitch + bar / 2 + 0.5);
     });
     for (const edge of this.edges) {
       const [from, to] = edge.split(">").map((stage) => this.rows.findIndex((row) => row.stage === +stage)), x = this.left - 7;

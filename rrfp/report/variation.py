@@ -52,7 +52,7 @@ def varying_work(case: Case) -> list[Judged]:
     stage, kind = max((key for key in varies if key[0] in those), key=varies.get)
     values = list(taken[stage, kind].values())
     evidence = [f"{stage}{kind} takes {between(values)} (5% to 95%), spread {spread('', stage, kind, values).variability:.0%} of its median"]
-    evidence.append(f"were every microbatch alike, the call would take {case.instead(alone)} (predicted)")
+    evidence.append(f"were every microbatch alike, the call would take {case.instead(alone)}")
     changes = (Change("every microbatch alike", alike, alone, possible=False),)
     if not by_data:
         return [Judged(Finding("jitter", where, f"Durations jitter at {where}: {stage}{kind} takes {between(values)}.", tuple(evidence), alone,
@@ -74,7 +74,7 @@ def varying_work(case: Case) -> list[Judged]:
             return what_if.fed(order)
 
         gain, _ = case.gain(fed)
-        action += f": {case.instead(gain)} (predicted)" if gain >= VARIES * case.graph.seconds else ", which gains little here at this limit (at another one: see the table)"
+        action += f": {case.instead(gain)}" if gain >= VARIES * case.graph.seconds else ", which gains little here at this limit (at another one: see the table)"
         changes += (Change("fed by size", fed, gain),)
     text = f"Microbatches differ: at {where} some cost far more than others, forward and backward alike (lengths, images)."
     return [Judged(Finding("imbalance", where, text, tuple(evidence), alone, f"{action}.", tuple(by_data)), changes, after)]
@@ -111,7 +111,7 @@ def varying_messages(case: Case) -> list[Judged]:
     text = f"Messages are late now and then: {sum(edges.values())} of {len(latencies)}, on {len(edges)} of {len(graph.latencies)} edges."
     evidence = (
         f"all take {between(latencies)} (5% to 95%), the longest {ms(max(latencies))}",
-        f"were none late, the call would take {case.instead(alone)} (predicted)",
+        f"were none late, the call would take {case.instead(alone)}",
     )
     worst = max(edges, key=edges.get, default=None)
     action = "find what shares the network at those times" + (f"; edge {worst} has most of them ({edges[worst]})." if worst else ".")

@@ -5,7 +5,10 @@ import re
 import pytest
 from simulated import UNIT, change, late_edge, record, scenario, small_limit, straggler
 
+from rrfp.mode import parse_mode
 from rrfp.report.analysis import analyse
+from rrfp.report.savings import Change, savings
+from rrfp.report.whatif import WhatIf
 from rrfp.simulate.rendezvous import simulate_megatron_1f1b
 
 
@@ -116,3 +119,79 @@ def test_where_no_simulation_is_possible_the_critical_path_judges(timeline, cost
 def test_a_broken_call_is_not_judged(timeline):
     analysis = analyse(timeline(straggler(3), lost=2), call=0)
     assert [each.cause for each in analysis.findings] == ["none"] and "Rank 2 did not finish" in analysis.findings[0].text
+
+
+# ---------------------------------------------------------------------- one story
+@pytest.mark.parametrize("make", [lambda: straggler(3), lambda: late_edge("2>3"), small_limit])
+def test_every_prediction_has_one_base(timeline, make):
+    analysis = analyse(timeline(make(), "ready:announced:1f1b"))
+    measured, simulated, *changes = analysis.savings
+    assert (measured.kind, simulated.kind, measured.seconds) == ("measured", "simulated", analysis.seconds)
+    assert simulated.seconds == pytest.approx(measured.seconds, rel=0.01)
+    for row in changes:
+        assert row.speedup == pytest.approx(measured.seconds / row.seconds)
+    # What the findings and the suggestion say is in the table.
+    for finding in analysis.findings:
+        assert any(row.seconds == pytest.approx(measured.seconds - finding.seconds) for row in changes), finding
+    assert any(row.speedup == pytest.approx(analysis.suggestion.predicted_speedup) for row in changes)
+    together = [row for row in changes if row.kind == "together"]
+    assert len(together) == 1 and together[0].seconds <= min(row.seconds for row in changes if row.kind == "change") * 1.001
+
+
+def test_predictions_are_scaled_to_what_was_measured():
+    costs = straggler(3)
+    what_if = WhatIf(costs, parse_mode("ready:announced:1f1b"))
+    larger = Change("limit eager", lambda each: each.with_policy(parse_mode("ready:announced:eager")), 0.1)
+    fed = Change("fed", lambda each: each.fed(range(20)), 0.0)
+    measured, simulated, _, _, together = savings(2 * what_if.seconds, what_if, [larger, fed], None)
+    assert (measured.seconds, simulated.seconds) == (2 * what_if.seconds, what_if.seconds)
+    then = costs.simulate(parse_mode("ready:announced:eager")).makespan
+    assert together.seconds == pytest.approx(2 * then) and together.what == "limit eager + fed"
+    assert savings(1.0, None, [larger], None) == []
+
+
+def test_a_limit_that_cannot_absorb_the_data_is_one_sentence(timeline):
+    analysis = analyse(timeline(small_limit(), "ready:announced:1f1b"))
+    first, data = analysis.findings
+    assert re.match(r"Microbatches differ \(stages 0-1: [01][FB] takes [\d.]+ to [\d.]+ ms\) and limit 1f1b is too small to absorb it: "
+                    r"limit \S+ would take \d+ ms instead of \d+ \([\d.]+x, predicted\)\.$", first.text)
+    assert first.idle == "memory limit" and 0 in first.stages and first.action.startswith("--rrfp-limit ")
+    assert data.stages == (0, 1) and "by size" in data.action and "heaviest microbatches" in data.evidence[2]
+    kinds = {row.what: row.kind for row in analysis.savings}
+    assert kinds["every microbatch alike"] == "bound" and kinds["fed by size"] == "change"
+    # The same quantity is the same number, here and in the table of durations.
+    of = re.match(r"(\d)([FB]) takes ([\d.]+) to ([\d.]+) ms \(5% to 95%\), spread (\d+)%", data.evidence[0])
+    row = next(each for each in analysis.durations if each.where == of[1] + of[2])
+    assert [float(of[3]), float(of[4])] == pytest.approx([row.p5 * 1e3, row.p95 * 1e3], rel=0.006)
+    assert int(of[5]) == round(100 * row.variability)
+
+
+def test_the_heaviest_microbatches_are_named(timeline):
+    heavy = change(scenario("jitter-0.1", microbatches=24), durations=lambda kind, s, m: {7: 5.0, 15: 4.0}.get(m, 0.4 + 0.2 * (m % 3)) if s == 2 else 1.0)
+    data = next(each for each in analyse(timeline(heavy, "ready:announced:1f1b")).findings if "by size" in each.action)
+    assert "heaviest microbatches at stage 2: 7, 15," in data.evidence[2]
+
+
+def test_a_fault_comes_with_its_next_step_and_the_limit_as_a_stopgap(timeline):
+    made = timeline(late_edge("2>3"), "ready:announced:1f1b")
+    for rank, trace in made.ranks.items():
+        trace.host = f"node{rank // 3}"
+    edge, limit = analyse(made).findings
+    assert "from rank 2 (on node0) to rank 3 (on node1): one direction only, 3>2 takes 1.00 ms; the delay is constant" in edge.action
+    assert (edge.stages, edge.edges, edge.idle) == ((3,), ("2>3",), "late message") and "always 40.0 ms" in edge.evidence[0]
+    assert limit.text.startswith("Limit 1f1b is small as well: ") and "with edge 2>3 mended" in limit.text and "stopgap" in limit.action
+    slow = first(timeline(straggler(3)))
+    assert slow.stages == (3,) and "the device of rank 3" in slow.action
+
+
+def test_a_delay_that_comes_and_goes_in_both_directions_is_told_apart(timeline):
+    both = change(scenario("jitter-0.1"), delays=lambda k, s, m: (0.02 + 0.01 * (m % 4)) if (k, s) in (("F", 3), ("B", 2)) else 0.001)
+    actions = {each.where: each.action for each in analyse(timeline(both, "ready:announced:1f1b")).findings}
+    assert "the way back, 3>2, is late as well" in actions["edge 2>3"] and "comes and goes" in actions["edge 2>3"]
+
+
+def test_jitter_is_left_out_where_a_fault_is_larger(timeline):
+    noisy = change(scenario("jitter-0.3"), durations=lambda kind, stage, m: 2.0 if stage == 3 else 1.0)
+    assert "jitter" not in [each.cause for each in analyse(timeline(noisy, "ready:announced:1f1b")).findings]
+    # Without the fault it is said.
+    assert "jitter" in [each.cause for each in analyse(timeline(scenario("jitter-0.6"), "ready:announced:1f1b")).findings]
