@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -41,13 +42,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     seeds = _seeds(options)
     costs = [from_scenario(options.scenario, stages=options.stages, microbatches=options.microbatches, unit=options.unit, seed=seed)
              for seed in seeds]
+    longest = max(max(each.durations.values()) + max(each.delays.values(), default=0.0) for each in costs)
+    if longest >= options.timeout and not options.simulated:
+        raise ConfigurationError(f"--timeout {options.timeout:g}: an action of this scenario and its message may take {longest:.3g} s, which"
+                                 f" would count as no progress; use --timeout {3 * longest:.0f} or a smaller --unit")
     # Refuses what cannot run before any process starts.
     results = {name: [measure.simulated(mode, each) for each in costs] for name, mode in modes.items()}
 
     cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
     compute = "simulated" if options.simulated else options.compute
-    settings = Settings(options.scenario, options.stages, options.microbatches, unit_of(options.scenario, options.unit, costs[0]), tuple(seeds), options.lanes,
-                        compute, cores, load)
+    unit = unit_of(options.scenario, options.unit, costs[0])
+    settings = Settings(options.scenario, options.stages, options.microbatches, unit, tuple(seeds), options.lanes, compute, cores, load)
     with tempfile.TemporaryDirectory(prefix="rrfp-compare-") as scratch:
         out = options.out or (Path(scratch) if options.picture else None)
         if options.simulated:
@@ -56,11 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             shortest = len(modes) * sum(min(bound for bound in _bounds(each) if bound is not None) for each in costs)
             _say(f"{len(modes)} modes, {len(costs)} repeats: at least {shortest:.0f} s")
+            before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as after Ctrl-C, nothing is left behind
             try:
                 runs = measure.measure(modes, costs, work=_work(options, cores), out=out, call_timeout=options.timeout, progress=_say)
             except RuntimeError as error:
                 print(f"rrfp compare: {error}", file=sys.stderr)
                 return 1
+            finally:
+                signal.signal(signal.SIGTERM, before)
         comparison = summarise(
             settings, runs, bounds=[_bounds(each) for each in costs],
             split={name: measure.splits(mode) for name, mode in modes.items()},

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from rrfp.action import Edge
-from rrfp.compare import command
+from rrfp.compare import command, measure
 from rrfp.compare.measure import parse_modes
 from rrfp.errors import ConfigurationError
 from rrfp.simulate.command import main as simulate
@@ -190,6 +190,14 @@ def test_a_rank_that_is_killed_is_named(monkeypatch, capsys):
     assert re.search(r"^rrfp compare: rank [01] ended without a word: killed by SIGKILL$", capsys.readouterr().err, re.MULTILINE)
 
 
+def test_a_termination_is_an_interrupt(monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(measure, "measure", lambda *arguments, **options: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(KeyboardInterrupt):
+        command.main(["--stages", "2", "--microbatches", "2", "--scenario", "uniform", "--modes", "strict:1f1b:1f1b"])
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 @pytest.mark.parametrize(("arguments", "says"), [
     (["--stages", "1"], r"--stages 1: a pipeline has at least 2 stages"),
     (["--modes", "gpipe"], r"--modes gpipe: is no mode; use megatron-1f1b, torch-1f1b, torch-zbv, ready:HINT:LIMIT"),
@@ -202,6 +210,7 @@ def test_a_rank_that_is_killed_is_named(monkeypatch, capsys):
     (["--picture", "p.what"], "--picture p.what: is a PNG"),
     (["--out", "/proc/nowhere"], "--out /proc/nowhere: no directory can be made there"),
     (["--out", "traces", "--simulated"], "--out traces: --simulated runs nothing to trace"),
+    (["--unit", "40"], "--timeout 60: an action of this scenario and its message may take 80 s.*use --timeout 240"),
     (["--compute", "real", "--simulated"], "--compute real: --simulated runs nothing"),
     (["--picture", "p.png", "--simulated", "--modes", "ready:alt:2p"], "--picture p.png: --simulated runs nothing to draw"),
 ])
