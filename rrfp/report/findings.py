@@ -6,7 +6,7 @@ from rrfp.report.case import SHARE, Case, Finding, Judged
 from rrfp.report.causes import Explanation
 from rrfp.report.critical_path import Segment
 from rrfp.report.faults import MOST, late_edges, slow_ranks
-from rrfp.report.savings import Change
+from rrfp.report.savings import DEFAULT, Change
 from rrfp.report.steps import Graph
 from rrfp.report.variation import varying_messages, varying_work
 from rrfp.report.whatif import WhatIf, best_of, larger_limits
@@ -48,8 +48,8 @@ class _Limit:
         if now is None:
             return None
         if now.rendezvous:
-            # How much the limit alone is worth is seen without the rendezvous.
-            now = now.with_policy(now.policy)
+            # How much the limit alone is worth is seen without the rendezvous, under RRFP's default.
+            now = now.with_policy(DEFAULT)
         best = best_of([now, *(now.with_policy(each) for each in larger_limits(now.policy, now.costs.placement, now.costs.microbatches))])
         if best is None or case.scale * (now.seconds - best.seconds) < SHARE * case.graph.seconds:
             return None
@@ -63,22 +63,19 @@ class _Limit:
 
     def judged(self, faults: list[Judged], variation: list[Judged]) -> Judged:
         case, now, best, graph = self.case, self.now, self.best, self.case.graph
-        after = case.scale * (now.seconds - best.seconds)
-        unmended = case.what_if.with_policy(now.policy)
-        alone = case.scale * max(0.0, unmended.seconds - self.apply(case.what_if).seconds) if faults else after
-        before = case.scale * unmended.seconds
+        alone, after = case.gain(self.apply)
         idle = Counter({rank: held for rank, held in case.held("memory limit").items() if held > SHARE * graph.seconds})
-        name, shape, with_it = f"limit {now.policy.limit}", f"limit {best.policy.limit}", ""
+        name, shape = f"limit {now.policy.limit}", f"limit {best.policy.limit}"
         what = name
         if case.what_if.rendezvous:
-            what, shape, with_it = "the limit of Megatron's own 1F1B", f"RRFP with {shape}", f" with {name}"
-        gain = f"{shape} would take {ms(before - alone)} instead of {ms(before).removesuffix(' ms')}{with_it}"
+            what, shape = "the limit of Megatron's own 1F1B", f"RRFP with {shape}"
+        gain = f"{shape} would take {ms(graph.seconds - alone)} instead of {ms(graph.seconds).removesuffix(' ms')}"
         if faults:
             mended = faults[0].finding.where if len(faults) == 1 else "these"
             text = (f"{what} is small as well: {gain}, and {ms(case.scale * best.seconds)} instead of "
-                    f"{ms(case.scale * now.seconds).removesuffix(' ms')} with {mended} mended (predicted).")
+                    f"{ms(case.scale * best.seconds + after).removesuffix(' ms')} with {mended} mended (predicted).")
         else:
-            gain += f" ({before / (before - alone):.2f}x, predicted)"
+            gain += f" ({graph.seconds / (graph.seconds - alone):.2f}x, predicted)"
             if variation:
                 text = f"{variation[0].finding.text.rstrip('.')}, and {what} is too small to absorb it: {gain}."
                 if (known := _brief(variation[0])) is not None:
@@ -92,6 +89,8 @@ class _Limit:
                     for index, (rank, held) in enumerate(idle.most_common(MOST))]
         peaks = [max((step.in_flight for step in row), default=0) for row in graph.rows.values()]
         evidence.append(f"at most {counts(peaks)} activations in flight per rank")
+        if case.what_if.rendezvous and not faults:
+            evidence.append(f"RRFP with {name} would take {ms(case.scale * now.seconds)} (predicted)")
         then = max(best.costs.simulate(best.policy).peak_in_flight)
         action = (f"{'run RRFP with ' if case.what_if.rendezvous else ''}--rrfp-limit {best.policy.limit}, if memory allows: at most {then} "
                   f"activations on a rank instead of {max(peaks)} (what one takes in bytes is not in the trace).")
@@ -100,7 +99,7 @@ class _Limit:
         elif faults:
             action = f"mend {faults[0].finding.where} first; then {action}"
         finding = Finding("limit", name, text[0].upper() + text[1:], tuple(evidence), alone, action, case.stages(idle), (), "memory limit")
-        return Judged(finding, (Change(shape, self.apply, case.gain(self.apply)[0]),), after)
+        return Judged(finding, (Change(shape, self.apply, alone),), after)
 
 
 def _brief(varies: Judged) -> str | None:

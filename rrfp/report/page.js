@@ -149,7 +149,7 @@ function verdict(call) {
 function savings(call) {
   const [measured, simulated, ...changed] = call.savings;
   if (!changed.length) return get("savings").replaceChildren();
-  const kinds = { bound: "as a bound only: ", together: "together: " };
+  const kinds = { bound: "as a bound only: ", suggested: "as suggested: ", together: "together: " };
   const rows = [measured, ...changed].map((each) => ({
     className: each === measured ? "as-it-ran" : "",
     cells: [cell("wide", (kinds[each.kind] || "") + each.what + (each === measured ? ", measured" : "")), number(each.seconds),
@@ -158,13 +158,15 @@ function savings(call) {
   const error = simulated.seconds / measured.seconds - 1;
   return get("savings").replaceChildren(table(["what if", "ms", "speed-up", ""], rows),
     make("p", { className: "quiet" }, `Gains overlap: they do not add up. How far to trust them: unchanged, the simulator makes this call ${ms(simulated.seconds)}, `
-      + `${Math.abs(error) < 0.0005 ? "as measured" : `${percent(Math.abs(error))} ${error > 0 ? "more" : "less"} than measured; every row is scaled by that`}.`));
+      + `${Math.abs(error) < 0.0005 ? "as measured" : `${percent(Math.abs(error))} ${error > 0 ? "more" : "less"} than measured; every row is scaled by that${Math.abs(error) > 0.1 ? ", and shows a direction, not an amount" : ""}`}.`));
 }
 
 // Which call this is, and what it ran under.
 function run(call) {
   const ranks = new Set(Object.values(call.rank_of)).size, hosts = [...new Set(Object.values(call.hosts))];
-  const on = hosts.length > 4 ? `${hosts.length} hosts` : hosts.map((host) => (hosts.length < 2 ? host : `${host} (ranks ${Object.keys(call.hosts).filter((rank) => call.hosts[rank] === host).join(", ")})`)).join(", ");
+  const held = (host) => Object.keys(call.hosts).filter((rank) => call.hosts[rank] === host).map(Number);
+  const listed = (all) => (all.length > 2 && all.at(-1) - all[0] === all.length - 1 ? `${all[0]}-${all.at(-1)}` : all.join(", "));
+  const on = hosts.length > 4 ? `${hosts.length} hosts` : hosts.map((host) => host + (hosts.length > 1 ? ` (ranks ${listed(held(host))})` : "")).join(", ");
   const facts = [`Call ${call.call}`, call.wall ? `began ${new Date(call.wall * 1e3).toISOString().replace("T", " ").slice(0, 19)} UTC` : "",
     `${call.stages.length} stages on ${ranks} ranks`, `${call.microbatches} microbatches${call.forward_only ? ", forward only" : ""}`, on ? `on ${on}` : ""];
   get("run").replaceChildren(facts.filter(Boolean).join(" \u00b7 "), " \u00b7 ran under ", make("code", {}, call.flags || call.mode || "(not in the trace)"));
@@ -329,7 +331,7 @@ function show(runs, number) {
   get("keys").textContent = "Wheel or drag: zoom. Shift-drag, sideways wheel or arrow keys: move. + \u2212 0 c: keys. Hover: why.";
   get("legend").replaceWith(legend(new Set(calls.flatMap((each) => [...each.actions.kind, ...each.waits.cause])), { emulated: call.emulated > 0, id: "legend", loud: call.loud, marks: [
     ...(call.stages.some(call.named) ? [NAMED + " named by a finding"] : []), ...([...call.marks.values()].some((each) => each.includes(HELD)) ? [HELD + " held by the limit"] : []),
-    ...(call.markedEdges.size ? ["arrow: late edge"] : []), ...(call.loud.size ? ["tall: the idle time that a finding is about"] : [])] }));
+    ...(call.markedEdges.size ? ["arrow: late edge"] : []), ...(call.loud.size ? ["tall: what a finding is about"] : [])] }));
   utilisation(call);
   bubbles(call);
   critical(call, (start, end) => { if (!view.critical) toggle.click(); view.frame(start, end); get("timelines").scrollIntoView({ block: "nearest" }); });

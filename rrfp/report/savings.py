@@ -12,6 +12,9 @@ from rrfp.mode import parse_mode
 from rrfp.report.suggestion import Suggestion
 from rrfp.report.whatif import WhatIf
 
+DEFAULT = parse_mode("ready:announced:1f1b")
+"""How RRFP runs unless it is told otherwise."""
+
 
 @dataclass(frozen=True)
 class Change:
@@ -32,7 +35,8 @@ class Saving:
 
     what: str
     kind: str
-    """`measured`, `simulated` (both as it ran), `change` (that alone), `bound` (imagined) or `together`."""
+    """`measured`, `simulated` (both as it ran), `change` (that alone), `suggested` (the suggestion, where it is more than one of
+    these), `bound` (imagined) or `together`."""
     seconds: float
     """What the call took or would take."""
     speedup: float
@@ -61,10 +65,10 @@ def savings(seconds: float, what_if: WhatIf | None, changes: list[Change], sugge
     if suggestion is not None:
         policy = parse_mode(suggestion.mode)
         label = suggestion.mode
-        if policy == replace(what_if.policy, limit=policy.limit):
+        if policy == replace(DEFAULT if what_if.rendezvous else what_if.policy, limit=policy.limit):
             label = f"RRFP with limit {policy.limit}" if what_if.rendezvous else f"limit {policy.limit}"
         if label not in [change.label for change in changes]:
-            row(label, "change", seconds / suggestion.predicted_speedup)
+            row(label, "suggested", seconds / suggestion.predicted_speedup)
             # It stands for the limit that a finding names: both can't be.
             possible = [change for change in possible if "limit " not in change.label]
             possible.append(Change(label, lambda each: each.with_policy(policy), 0.0))

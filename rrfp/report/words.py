@@ -8,6 +8,8 @@ from rrfp.report.spread import percentile
 def ms(seconds: float) -> str:
     """`3259 ms`, `19.9 ms`, `1.00 ms`: three digits, more above a second."""
     value = seconds * 1e3
+    if not value:
+        return "0 ms"
     return f"{value:.0f} ms" if abs(value) >= 99.95 else f"{value:#.3g} ms"
 
 
