@@ -98,6 +98,8 @@ class _Limit:
             action = f"mend the link first; until then, as a stopgap that hides the delay: {action}"
         elif faults:
             action = f"mend {faults[0].finding.where} first; then {action}"
+        elif any(change.possible and change.gain > alone for each in variation for change in each.changes):
+            action = f"feed microbatches by size first (see below): it gains more, and costs no memory; then {action}"
         finding = Finding("limit", name, text[0].upper() + text[1:], tuple(evidence), alone, action, case.stages(idle), (), "memory limit")
         return Judged(finding, (Change(shape, self.apply, alone),), after)
 

@@ -149,7 +149,7 @@ function verdict(call) {
 function savings(call) {
   const [measured, simulated, ...changed] = call.savings;
   if (!changed.length) return get("savings").replaceChildren();
-  const kinds = { bound: "as a bound only: ", suggested: "as suggested: ", together: "together: " };
+  const kinds = { imagined: "imagined, for comparison: ", suggested: "as suggested: ", together: "together: " };
   const rows = [measured, ...changed].map((each) => ({
     className: each === measured ? "as-it-ran" : "",
     cells: [cell("wide", (kinds[each.kind] || "") + each.what + (each === measured ? ", measured" : "")), number(each.seconds),
@@ -346,7 +346,7 @@ function show(runs, number) {
 const { runs } = JSON.parse(get("data").textContent);
 get("title").textContent = runs.map((run) => run.title).join(" beside ");
 get("choose").hidden = runs[0].calls.length < 2;
-get("calls").append(...runs[0].calls.map((call, i) => make("option", { value: i }, `${call.call}: ${time(call.seconds)}${call.forward_only ? ", forward only" : ""}`)));
+get("calls").append(...runs[0].calls.map((call, i) => make("option", { value: i }, `${call.call}: ${ms(call.seconds)}${call.forward_only ? ", forward only" : ""}`)));
 get("calls").onchange = () => { view = show(runs, +get("calls").value); };
 let view = show(runs, 0);
 // Print is always light; the canvas has to be drawn again in the other palette, at once, before the page is printed.

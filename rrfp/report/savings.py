@@ -36,7 +36,7 @@ class Saving:
     what: str
     kind: str
     """`measured`, `simulated` (both as it ran), `change` (that alone), `suggested` (the suggestion, where it is more than one of
-    these), `bound` (imagined) or `together`."""
+    these), `imagined` (not to be had) or `together`."""
     seconds: float
     """What the call took or would take."""
     speedup: float
@@ -60,7 +60,7 @@ def savings(seconds: float, what_if: WhatIf | None, changes: list[Change], sugge
         rows.append(Saving(label, kind, then, seconds / then if then > 0 else 1.0))
 
     for change in sorted(changes, key=lambda each: not each.possible):
-        row(change.label, "change" if change.possible else "bound", seconds - change.gain)
+        row(change.label, "change" if change.possible else "imagined", seconds - change.gain)
     possible = [change for change in changes if change.possible]
     if suggestion is not None:
         policy = parse_mode(suggestion.mode)

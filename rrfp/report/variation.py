@@ -77,7 +77,8 @@ def varying_work(case: Case) -> list[Judged]:
         action += f": {case.instead(gain)}" if gain >= VARIES * case.graph.seconds else ", which gains little here at this limit (at another one: see the table)"
         changes += (Change("fed by size", fed, gain),)
     text = f"Microbatches differ: at {where} some cost far more than others, forward and backward alike (lengths, images)."
-    return [Judged(Finding("imbalance", where, text, tuple(evidence), alone, f"{action}.", tuple(by_data)), changes, after)]
+    return [Judged(Finding("imbalance", where, text, tuple(evidence), alone, f"{action}.",
+                           () if those == stages else tuple(those)), changes, after)]
 
 
 def _follows_data(taken: Taken, stage: int) -> bool:

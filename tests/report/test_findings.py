@@ -158,7 +158,7 @@ def test_a_limit_that_cannot_absorb_the_data_is_one_sentence(timeline):
     assert first.idle == "memory limit" and 0 in first.stages and first.action.startswith("--rrfp-limit ")
     assert data.stages == (0, 1) and "by size" in data.action and "heaviest microbatches" in data.evidence[2]
     kinds = {row.what: row.kind for row in analysis.savings}
-    assert kinds["every microbatch alike"] == "bound" and kinds["fed by size"] == "change"
+    assert kinds["every microbatch alike"] == "imagined" and kinds["fed by size"] == "change"
     # The same quantity is the same number, here and in the table of durations.
     of = re.match(r"(\d)([FB]) takes ([\d.]+) to ([\d.]+) ms \(5% to 95%\), spread (\d+)%", data.evidence[0])
     row = next(each for each in analysis.durations if each.where == of[1] + of[2])
@@ -203,3 +203,12 @@ def test_leaving_megatrons_schedule_is_one_row(tmp_path):
     assert analysis.suggestion.mode == "ready:announced:eager"
     assert [row.what for row in analysis.savings][2:] == [
         "stage 3 as fast as the others", "RRFP with limit eager", "stage 3 as fast as the others + RRFP with limit eager"]
+
+
+def test_what_costs_no_memory_and_gains_more_comes_first(timeline):
+    """Half of the microbatches are three times the others, in turns: feeding them by size beats any limit."""
+    turns = change(scenario("uniform", microbatches=16), durations=lambda kind, s, m: 3.0 if m % 2 else 1.0)
+    found = analyse(timeline(turns, "ready:announced:1f1b"))
+    assert found.findings[0].cause == "limit" and found.findings[0].action.startswith("feed microbatches by size first")
+    gains = {row.what: row.speedup for row in found.savings}
+    assert gains["fed by size"] > gains[next(what for what in gains if what.startswith("limit "))] > 1
