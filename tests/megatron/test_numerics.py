@@ -74,6 +74,13 @@ def test_evaluation_and_training_in_turn_with_other_sizes(group):
     assert group.run("modes_in_turn", options={"hint": "announced"}) == [None] * group.ranks
 
 
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("microbatches", [1, 8])
+def test_evaluation_is_bitwise_equal_under_random_delays(group, microbatches, full):
+    """Nothing but the sender's copy and the receiver's buffer keep an activation from being written over: there is no backward."""
+    assert group.run("evaluates", microbatches=microbatches, seeds=list(range(200 if full else 5)), deadline=600) == [[]] * group.ranks
+
+
 def test_lengths_may_differ_within_a_call(group):
     assert group.run("lengths_in_one_call", lengths=[16, 8, 12, 4]) == [None] * group.ranks
 
