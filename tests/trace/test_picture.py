@@ -33,6 +33,17 @@ def test_a_row_per_stage_and_a_colour_per_kind(make, tmp_path):
     assert share(image, picture._COLOURS["B"]) == 0 and share(image, picture._LIGHTER["F"]) == 0
 
 
+def test_a_large_peak_is_not_cut_off(make, tmp_path):
+    timeline = read(make(stages=2, microbatches=3).directory)
+    for trace in timeline.ranks.values():
+        for call in trace.calls.values():
+            call.actions = [ran._replace(in_flight=128) for ran in call.actions]
+    picture.draw([("deep", timeline)], tmp_path / "one.png")
+    image = pixels(tmp_path / "one.png")
+    assert (image[:, -8:] == 255).all(), "something reaches the right edge"
+    assert (image[:, -120:] != 255).any(), "the peaks stand at the right"
+
+
 def test_emulated_time_is_lighter(make, tmp_path):
     timeline = read(make(stages=4, microbatches=6, emulated=True).directory)
     picture.draw([("emulated", timeline)], tmp_path / "one.png")
