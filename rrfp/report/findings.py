@@ -19,8 +19,9 @@ def find(graph: Graph, explanation: Explanation, path: list[Segment], what_if: W
          hosts: dict[int, str]) -> tuple[list[Finding], list[Change]]:
     """All findings of a call, never none, and what they would change.
 
-    Faults (a straggler, a late edge) come first: what follows is judged with them mended. Then the limit, which can be changed at
-    once, then the variation that it is too small for, which is of the work itself. Jitter that is worth less than a fault is left out.
+    First the faults (a straggler, a late edge) and the limit, which can be changed at once and is judged with the faults mended, by
+    what they are worth; then, with the faults mended too, the variation that the limit is too small for, which is of the work
+    itself. Jitter that is worth less than a fault is left out.
 
     hosts: rank -> the host it ran on, where known.
     """
@@ -34,7 +35,7 @@ def find(graph: Graph, explanation: Explanation, path: list[Segment], what_if: W
     worst = max((each.weight for each in faults), default=0.0)
     variation = [each for each in [*varying_work(case), *varying_messages(case)] if each.finding.cause != "jitter" or each.weight > worst]
     variation.sort(key=lambda each: -each.weight)
-    judged = [*faults, *([] if limit is None else [limit.judged(faults, variation)]), *variation]
+    judged = sorted([*faults, *([] if limit is None else [limit.judged(faults, variation)])], key=lambda each: -each.weight) + variation
     changes = [change for each in judged for change in each.changes]
     return [each.finding for each in judged] or [_nothing(graph, explanation)], changes
 
@@ -57,13 +58,14 @@ class _Limit:
 
     def __init__(self, case: Case, now: WhatIf, best: WhatIf):
         self.case, self.now, self.best = case, now, best
+        self.alone, self.after = case.gain(self.apply)
 
     def apply(self, what_if: WhatIf) -> WhatIf:
         return what_if.with_policy(self.best.policy)
 
     def judged(self, faults: list[Judged], variation: list[Judged]) -> Judged:
-        case, now, best, graph = self.case, self.now, self.best, self.case.graph
-        alone, after = case.gain(self.apply)
+        case, now, best, alone, after = self.case, self.now, self.best, self.alone, self.after
+        graph, faults = case.graph, [each for each in faults if each.weight >= self.after]
         idle = Counter({rank: held for rank, held in case.held("memory limit").items() if held > SHARE * graph.seconds})
         name, shape = f"limit {now.policy.limit}", f"limit {best.policy.limit}"
         what = name

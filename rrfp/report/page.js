@@ -184,11 +184,11 @@ function figures(calls, names) {
     ["idle (bubble)", (call) => percent(1 - call.computing)],
     [`peak in flight; per rank ${calls.map(peaks).join(" | ")}`, (call) => Math.max(0, ...Object.values(call.peak_in_flight))],
     mendable(calls[0]) ? [`less time without it (${calls[0].savings.length ? "predicted" : "its part of the critical path"})`,
-      (call) => (call === calls[0] ? percent(first.seconds / call.seconds) : ""), (call) => (call === calls[0] ? first.where : "")]
+      (call) => percent(first.seconds / call.seconds), () => first.where, calls.slice(0, 1)]
       : ["largest part of the critical path", (call) => percent(largest(call)[1] / call.seconds), (call) => largest(call)[0]],
   ];
-  get("figures").replaceChildren(...shown.map(([text, value, more = () => ""]) => make("div", { className: "figure" },
-    ...calls.map((call, i) => make("b", {}, value(call), make("small", {}, more(call) || names[i] || ""))), make("span", {}, text))));
+  get("figures").replaceChildren(...shown.map(([text, value, more = () => "", of = calls]) => make("div", { className: "figure" },
+    ...of.map((call, i) => make("b", {}, value(call), make("small", {}, more(call) || names[i] || ""))), make("span", {}, text))));
 }
 
 const inOrder = (kinds) => [...new Set([...Object.keys(KINDS), ...kinds])].filter((kind) => kinds.includes(kind));

@@ -212,3 +212,19 @@ def test_what_costs_no_memory_and_gains_more_comes_first(timeline):
     assert found.findings[0].cause == "limit" and found.findings[0].action.startswith("feed microbatches by size first")
     gains = {row.what: row.speedup for row in found.savings}
     assert gains["fed by size"] > gains[next(what for what in gains if what.startswith("limit "))] > 1
+
+
+def test_a_limit_that_matters_more_than_a_fault_comes_first(timeline):
+    both = change(small_limit(), delays=lambda k, s, m: 0.03 if (k, s) == ("F", 2) else 0.0002)
+    found = analyse(timeline(both, "ready:announced:1f1b")).findings
+    assert [each.cause for each in found][0] == "limit" and "as well" not in found[0].text
+    assert ("late edge", "edge 1>2") in [(each.cause, each.where) for each in found]
+
+
+def test_a_limit_beside_a_fault_is_judged_with_that_mended(timeline):
+    costs = straggler(3)
+    slow, limit = analyse(timeline(costs, "ready:announced:1f1b")).findings
+    mended = change(costs, durations=lambda kind, s, m: 1 / 1.5 if s == 3 else 1.0)
+    figures = [int(each) for each in re.findall(r"(\d+) ms instead of (\d+)", limit.text)[1]]
+    policies = [parse_mode(f"ready:announced:{shape}") for shape in ("eager", "1f1b")]
+    assert figures == pytest.approx([1e3 * mended.simulate(each).makespan for each in policies], rel=0.01)
