@@ -5,7 +5,7 @@ const KINDS = { F: "forward", B: "backward", I: "input gradient", W: "weight gra
 const CAUSES = {
   "warm-up": ["warmup", "the pipeline fills: no work has reached this rank yet"],
   "drain": ["drain", "the pipeline empties: this rank's work is done, others' is not"],
-  "late message": ["late", "the input was produced in time but its message took longer than usual on that edge"],
+  "late message": ["late", "the input was produced in time but its message took longer than messages usually do"],
   "slow upstream": ["upstream", "waiting for an activation that the stage before has not produced yet"],
   "slow downstream": ["downstream", "waiting for a gradient that the stage after has not produced yet"],
   "memory limit": ["memory", "a forward was ready, but the in-flight limit did not allow it; the stages after it then starve, as slow upstream"],
@@ -156,8 +156,8 @@ function savings(call) {
       each.speedup.toFixed(2) + "x", cell("wide", make("span", { className: "part", style: { width: 90 * Math.min(1.2, each.seconds / measured.seconds) + "px" } }))],
   }));
   const error = simulated.seconds / measured.seconds - 1;
-  return get("savings").replaceChildren(table(["what if", "ms", "speed-up", ""], rows),
-    make("p", { className: "quiet" }, `Gains overlap: they do not add up. How far to trust them: unchanged, the simulator makes this call ${ms(simulated.seconds)}, `
+  return get("savings").replaceChildren(table(["what if", "ms", "speed-up", "time"], rows),
+    make("p", { className: "quiet" }, `Gains overlap: they do not add up. Predictions are simulated; with nothing changed, the simulator makes this call ${ms(simulated.seconds)}, `
       + `${Math.abs(error) < 0.0005 ? "as measured" : `${percent(Math.abs(error))} ${error > 0 ? "more" : "less"} than measured; every row is scaled by that${Math.abs(error) > 0.1 ? ", and shows a direction, not an amount" : ""}`}.`));
 }
 
@@ -260,7 +260,7 @@ function critical(call, pick) {
   const steps = order.map((i) => ({ cells: [name[i], what[i], time(start[i]), time(end[i] - start[i])], go: [start[i], end[i]] }));
   const label = name.length > most ? `The ${most} longest of ${name.length} steps, in order` : `All ${name.length} steps, in order`;
   get("critical").replaceChildren(
-    make("p", { className: "quiet" }, "The chain of actions, messages and pauses that set the length of this call. Only what is on it can make the call shorter."),
+    make("p", { className: "quiet" }, "The chain of actions, messages and pauses that set the length of this call, in the order that it ran in. Speeding up an action or message that is not on it gains nothing; another order or limit makes another path (what if, above)."),
     table(["on the path", "ms", "share"], totals), make("details", {}, make("summary", {}, label), table(["step", "what", "from", "time"], steps, pick)));
 }
 
@@ -285,7 +285,7 @@ function inFlight(call) {
     svg.append(path);
     return make("div", { className: "curve" }, `stage ${stage}: at most ${peak}`, svg);
   });
-  get("inflight").replaceChildren(make("p", { className: "quiet" }, `Activations that a stage holds over the call; every curve is ${most} high.`), make("div", { className: "curves" }, ...curves));
+  get("inflight").replaceChildren(make("p", { className: "quiet" }, `Activations that a stage holds over the call; the top of every curve's frame is ${most}.`), make("div", { className: "curves" }, ...curves));
 }
 
 function spread(target, rows, head, marked, empty) {

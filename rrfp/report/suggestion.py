@@ -64,7 +64,7 @@ def suggest(costs: Costs, policy: Policy, *, mode: str | None = None) -> Suggest
 
 def lead(cause: str) -> str:
     """How a suggestion is introduced where the first finding has that cause: no other schedule mends a fault."""
-    return {"straggler": "A side gain, until it is mended", "late edge": "Until it is mended", "imbalance": "Also try"}.get(cause, "Try")
+    return {"straggler": "Before it is mended, a side gain", "late edge": "Before it is mended, a stopgap", "imbalance": "Also try"}.get(cause, "Try")
 
 
 def _candidates(now: WhatIf) -> Iterator[WhatIf]:

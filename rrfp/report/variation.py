@@ -65,7 +65,7 @@ def varying_work(case: Case) -> list[Judged]:
                 work[microbatch] += seconds
     middle, heavy = median(work.values()), sorted(work, key=work.get, reverse=True)[:_HEAVIEST]
     evidence.append(f"heaviest microbatches at {where}: {', '.join(map(str, heavy))} "
-                    f"(up to {ms(work[heavy[0]])}, median {ms(middle)}, forward and backward)")
+                    f"(up to {ms(work[heavy[0]])}, median {ms(middle)}, forward and backward of these stages together)")
     action = "feed microbatches by size (docs/scheduling.md, Feed by size)"
     order = organ_pipe([work[microbatch] for microbatch in sorted(work)], len(case.graph.rows))
     if sorted(work) == list(range(case.graph.microbatches)):
@@ -74,7 +74,10 @@ def varying_work(case: Case) -> list[Judged]:
             return what_if.fed(order)
 
         gain, _ = case.gain(fed)
-        action += f": {case.instead(gain)}" if gain >= VARIES * case.graph.seconds else ", which gains little here at this limit (at another one: see the table)"
+        if gain >= VARIES * case.graph.seconds:
+            action += f": {case.instead(gain)}"
+        else:
+            action = "feeding microbatches by size gains nothing here by itself; with a larger limit it may (what if, together)"
         changes += (Change("fed by size", fed, gain),)
     text = f"Microbatches differ: at {where} some cost far more than others, forward and backward alike (lengths, images)."
     return [Judged(Finding("imbalance", where, text, tuple(evidence), alone, f"{action}.",

@@ -160,7 +160,7 @@ REFUSED = {
     "hint of a split backward": ("--rrfp-hint zb-h1", "--rrfp-hint zb-h1: needs a backward split into I and W, .*1f1b"),
     "limit": (
         "--rrfp-limit 0",
-        "--rrfp-limit 0: must be one of 1f1b, eager, 2p-1, 2p, a number of at least 1, or paper:<number>",
+        "--rrfp-limit 0: must be one of 1f1b, eager, 2p-1, 2p, a number of at least 1, a slope like 23-9, or paper:<number>",
     ),
     "timeout": ("--rrfp-timeout 0", "--rrfp-timeout 0: a timeout is a number of seconds above 0"),
     "lanes": ("--rrfp-lanes 0", "--rrfp-lanes 0: must be at least 1; use 1 "),
