@@ -56,7 +56,7 @@ def drive(
         schedulers: one per rank, fresh.
         duration: how long an action takes.
         delay: how long the message of an action spends on an edge, not counting what queues before it on its lane; None: no time.
-        lanes: FIFO lanes per edge; messages take them in turn, and one never overtakes another of its own lane.
+        lanes: FIFO lanes per edge, dealt by microbatch as the transport does; a message never overtakes another of its own lane.
         announce: whether stages announce what they start (no hint but `announced` listens).
         announce_delay: how long an announcement takes.
 
@@ -73,7 +73,6 @@ def drive(
     push = heapq.heappush
     busy = [False] * len(schedulers)
     timer: list[float | None] = [None] * len(schedulers)
-    sent: dict[Edge, int] = dict.fromkeys(receivers, 0)
     lane_free: dict[tuple[Edge, int], float] = {}
     spans: dict[Action, Span] = {}
     rows: list[list[Action]] = [[] for _ in schedulers]
@@ -82,10 +81,9 @@ def drive(
         scheduler, busy[rank] = schedulers[rank], False
         scheduler.completed(action, now)
         for edge in scheduler.task(action).sends:
-            if edge not in sent:
+            if edge not in receivers:
                 continue  # nobody waits for it
-            lane = edge, sent[edge] % lanes
-            sent[edge] += 1
+            lane = edge, action.microbatch % lanes if lanes > 1 else 0
             # A lane is FIFO: a message is never there before the one that left before it.
             arrival = now if delay is None else now + delay(edge, action)
             lane_free[lane] = arrival = max(arrival, lane_free.get(lane, 0.0))

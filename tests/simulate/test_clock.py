@@ -6,7 +6,8 @@ from rrfp.action import Action
 from rrfp.placement import Placement
 from rrfp.policy import UNIT_DURATIONS, Policy
 from rrfp.scheduler import Scheduler, chain
-from rrfp.scheduler.hints import Prefer
+from rrfp.scheduler.hints import Prefer, Strict
+from rrfp.scheduler.lists import as_row
 from rrfp.simulate import Deadlock, Span, drive, simulate
 
 
@@ -65,6 +66,15 @@ def test_a_late_message_holds_back_its_lane_and_only_that():
     assert starts(1, "free") == {0: 1.0, 1: 12.0, 2: 13.0}
     assert starts(2, "free")[2] == 4.0, "the third message took the other lane, and found 1B0 running"
     assert starts(2, "microbatch") == {0: 1.0, 1: 12.0, 2: 13.0}, "microbatch order waits all the same"
+
+
+def test_lanes_are_dealt_by_microbatch_as_the_transport_does():
+    placement, order = Placement.looped(2), ["0F0", "0F2", "0F1", "0B1", "0B0", "0B2"]
+    ranks = [Scheduler(chain(placement, 0, 3), Strict(as_row(order)), limit=3, order="free"),
+             Scheduler(chain(placement, 1, 3), Prefer("FB"), limit=3, order="free")]
+    result = drive(ranks, lambda action: 1.0, lambda edge, action: 10.0 if (edge.destination, action.microbatch) == (1, 0) else 0.0, lanes=2)
+    begun = {m: result.spans[Action("F", 1, m)].start for m in range(3)}
+    assert begun == {0: 11.0, 1: 3.0, 2: 12.0}, "microbatch 2 follows 0 on lane 0, though it is the second message of the edge"
 
 
 def test_announcements_may_be_late():

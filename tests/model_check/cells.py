@@ -1,0 +1,147 @@
+"""Which systems are explored: every combination that the product accepts, each distinct behaviour once."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from explorer import Automaton, System
+from components import Link, Rank
+
+from rrfp.action import Edge
+from rrfp.errors import ConfigurationError
+from rrfp.placement import Placement
+from rrfp.policy import BUILT_IN, SPLIT_ONLY, Policy
+from rrfp.scheduler import Scheduler
+
+ANY = "any"
+"""A hint of the tests: every admissible action may be chosen."""
+LIMITS = ("1f1b", "eager", "2p-1", "2p", "1", "2", "3", "2-1", "3-1", "paper:1", "paper:2")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One system: a policy (hint "any" aside), a shape, and the transport's settings."""
+
+    shape: tuple[int, int, int, int]
+    """P, M, chunks, domain."""
+    hint: str
+    mode: str = "ready"
+    limit: str = "1f1b"
+    order: str = "microbatch"
+    split: bool = False
+    max_pending_w: int | None = None
+    placement: str = "looped"
+    forward_only: bool = False
+    calls: int = 1
+    credits: int = 4
+    lanes: int = 1
+
+    def __str__(self) -> str:
+        words = ["x".join(map(str, self.shape)), self.mode, self.hint, self.limit, self.order, f"credits={self.credits}",
+                 f"lanes={self.lanes}"]
+        words += ["split"] if self.split else []
+        words += [f"w<={self.max_pending_w}"] if self.max_pending_w else []
+        words += [self.placement] if self.placement != "looped" else []
+        words += ["forwards"] if self.forward_only else []
+        words += [f"calls={self.calls}"] if self.calls > 1 else []
+        return " ".join(words)
+
+    @property
+    def policy(self) -> Policy:
+        """Raises ConfigurationError where the product refuses the combination."""
+        hint = ("bfw" if self.split else "bf") if self.hint == ANY else self.hint
+        return Policy(hint=hint, mode=self.mode, limit=self.limit, order=self.order, lanes=self.lanes, split=self.split,
+                      max_pending_w=self.max_pending_w)
+
+    @property
+    def stages(self) -> Placement:
+        ranks, _, chunks, _ = self.shape
+        return Placement.v(ranks, chunks) if self.placement == "v" else Placement.looped(ranks, chunks)
+
+    def schedulers(self) -> list[list[list[Scheduler]]]:
+        """By rank, call and member."""
+        _, microbatches, _, members = self.shape
+        policy, placement = self.policy, self.stages
+        return [[[policy.scheduler(placement, rank, microbatches, forward_only=self.forward_only) for _ in range(members)]
+                 for _ in range(self.calls)] for rank in range(placement.ranks)]
+
+    def system(self) -> System:
+        schedulers = self.schedulers()
+        known = self.behaviour(schedulers)
+        if known not in _ranks:
+            _ranks.clear()  # cells that share ranks follow each other
+            _ranks[known] = [Automaton(Rank(calls, lanes=self.lanes, announces=self.policy.announces, any_choice=self.hint == ANY))
+                             for calls in schedulers]
+        ranks = _ranks[known]
+        limits = self.policy.limits(self.stages, self.shape[1])
+        return connect(ranks, [calls[0] for calls in schedulers], limits, credits=self.credits, lanes=self.lanes)
+
+    def behaviour(self, schedulers: Sequence | None = None) -> tuple:
+        """Equal for two cells whose ranks behave alike."""
+        def of(scheduler: Scheduler) -> tuple:
+            hint = scheduler.hint
+            rows = tuple((name, value) for name, value in vars(hint).items() if isinstance(value, (int, str, float, tuple, type(None))))
+            return (scheduler.limit, scheduler.admission, scheduler.order, scheduler.max_pending_w, scheduler._forwards,
+                    type(hint).__name__, rows)
+        lanes = self.lanes if self.shape[3] > 1 else 1
+        return (self.shape, self.placement, self.split, self.forward_only, self.calls, self.hint == ANY, lanes,
+                *(of(calls[0][0]) for calls in schedulers or self.schedulers()))
+
+
+_ranks: dict[tuple, list[Automaton]] = {}
+
+
+@cache
+def _link(edges: tuple[Edge, ...], credits: int, lanes: int, limit: int) -> Automaton:
+    """The states of a link depend on nothing else, so all systems share it."""
+    return Automaton(Link(edges, credits=credits, lanes=lanes, limit=limit))
+
+
+def connect(
+    ranks: Sequence[Automaton], schedulers: Sequence[Sequence[Scheduler]], limits: Sequence[int], *, credits: int, lanes: int,
+    share: bool = False) -> System:
+    """A link per edge and member. `share`: one per pair of ranks and direction (a control)."""
+    receivers, senders = {}, {}
+    for index, members in enumerate(schedulers):
+        for task in members[0]._tasks.values():
+            receivers |= dict.fromkeys(task.arrivals, index)
+            senders |= dict.fromkeys(task.sends, index)
+    groups: dict[tuple, list] = {}
+    for edge in sorted(receivers):
+        groups.setdefault((senders[edge], receivers[edge]) if share else edge, []).append(edge)
+    links, channels = {}, []
+    for member in range(len(schedulers[0])):
+        for edges in groups.values():
+            links |= {(member, edge): len(channels) for edge in edges}
+            limit = len(edges) * max(1, limits[receivers[edges[0]]])
+            channels.append(_link(tuple(edges), credits, lanes, limit))
+    return System(ranks, links, channels, receivers)
+
+
+def policies(shape: tuple[int, int, int, int]) -> Iterator[Cell]:
+    """Every combination of hint, mode, limit, order, split and bound of W that the product accepts for a shape."""
+    placements = ("looped", "v") if shape[2] > 1 else ("looped",)
+    for placement in placements:
+        for split in (False, True):
+            for hint in (ANY, *(h for h in BUILT_IN if split or h not in SPLIT_ONLY)):
+                for mode in ("ready", "strict") if hint != ANY else ("ready",):
+                    for order in ("microbatch", "free", "megatron"):
+                        for limit in LIMITS:
+                            for most in (None, 1) if split else (None,):
+                                cell = Cell(shape, hint, mode=mode, limit=limit, order=order, split=split, max_pending_w=most,
+                                            placement=placement)
+                                try:
+                                    cell.schedulers()
+                                except ConfigurationError:
+                                    continue
+                                yield cell
+
+
+def distinct(cells: Iterator[Cell]) -> list[Cell]:
+    """The first of each group that behaves alike."""
+    return list({cell.behaviour(): cell for cell in reversed(list(cells))}.values())[::-1]
+
+
+def with_transports(cells: Sequence[Cell], transports: Sequence[tuple[int, int]]) -> list[Cell]:
+    """Each cell under each (credits, lanes)."""
+    return [replace(cell, credits=credits, lanes=lanes) for cell in cells for credits, lanes in transports]

@@ -1,0 +1,412 @@
+"""The parts of a pipeline as state machines over the real objects: a rank, and a link between two ranks.
+
+A component knows which events it can do by itself (`events`), does one on a copy of itself (`fork`, `apply`), and names its
+state (`key`). Whatever it does to others is an output, (edge, operation, arguments), that the explorer hands on.
+"""
+
+import copy
+from collections import deque
+from types import FunctionType
+
+from rrfp.action import Action, Edge
+from rrfp.comm.clock import VirtualClock
+from rrfp.comm.inbound import Inlet
+from rrfp.comm.message import decode
+from rrfp.comm.outbound import Job, Outlet, Sender
+from rrfp.comm.transport import Announcement, Arrival
+from rrfp.comm.window import CallWindow
+from rrfp.scheduler import Scheduler
+from rrfp.tp_coord.agreement import Solo
+from rrfp.tp_coord.scripted_agreement import ScriptedDomain
+
+BEFORE, AFTER = 0.0, 2.0  # when a wait for announced work is asked about: everything announced here is expected at 1.0
+STATE = {"_lacking", "_running", "_announced", "_weights_in_order", "hint"}
+FOLLOWS_FROM_IT = {
+    "in_flight", "pending_w", "started", "done", "launched_count", "completed_count", "_promised_w", "_waiters", "_queues",
+    "_by_direction", "_forward_position", "_finish_position", "durations"}
+NEVER_CHANGES = {"dependencies", "limit", "order", "max_pending_w", "admission", "digest", "_tasks", "_forwards", "_finish_order"}
+ONLY_REPORTED = {"peak_in_flight", "peak_pending_w"}
+_FIXED_IN_A_HINT = {"_row", "_place", "_places", "_queues", "_free", "_skips", "_slack", "_probes", "_ways", "_target", "_alternate"}
+
+
+class Violation(AssertionError):
+    """A property does not hold in a reachable state."""
+
+
+def require(holds: bool, what: str) -> None:
+    if not holds:
+        raise Violation(what)
+
+
+def scheduler_key(scheduler: Scheduler) -> tuple:
+    """Everything that the future of a scheduler depends on; tests/model_check/test_components.py watches for new attributes."""
+    lacking = scheduler._lacking
+    return (
+        tuple(lacking.values()),
+        tuple(scheduler._running),
+        # What was announced for a message that is here already is never looked at again.
+        frozenset(key for key in scheduler._announced if key in scheduler._waiters),
+        tuple(action for action in scheduler._weights_in_order if lacking[action] == 0),
+        tuple(value for name, value in vars(scheduler.hint).items() if name not in _FIXED_IN_A_HINT),
+    )
+
+
+class Domain(ScriptedDomain):
+    """The real scripted agreement; its news comes when the explorer says so, in order per edge and lane only."""
+
+    def __init__(self, members: int, *, lanes: int):
+        super().__init__(members, clock=VirtualClock())
+        self.lanes = lanes
+        self.news: dict[tuple, deque[FunctionType]] = {}
+
+    def tell(self, source, target, news):
+        about = _captured(news)
+        edge = next((value for value in about if isinstance(value, Edge)), None)
+        lane = next((v for v in about[1:] if isinstance(v, int) and edge is not None), 0) % self.lanes
+        self.news.setdefault((source, target, edge, lane), deque()).append(news)
+
+    def key(self) -> tuple:
+        members = tuple(
+            (m._call, tuple(m._new), frozenset(m._seen.items()), tuple((c, tuple(s)) for c, s in m._sequence.items() if s))
+            for m in self._members)
+        return members, frozenset((channel, tuple(map(_captured, queue))) for channel, queue in self.news.items() if queue)
+
+
+def _captured(news: FunctionType) -> tuple:
+    """What a piece of news is about: the values that it closes over, in the order of their names (call, edge, microbatch)."""
+    return tuple(cell.cell_contents for cell in news.__closure__)
+
+
+class Rank:
+    """One rank's members (one, or a domain's): their schedulers and agreements, and what the engine does with them.
+
+    Args:
+        calls: per call, one fresh scheduler per member.
+        lanes: of every edge.
+        announces: whether starts are announced.
+        any_choice: whether every admissible action may be chosen, not only the hint's.
+        blocking: a send blocks the rank until it has left (a control; the engine never does that).
+    """
+
+    def __init__(self, calls, *, lanes=1, announces=False, any_choice=False, blocking=False):
+        self.calls, self.announces, self.any_choice, self.blocking = calls, announces, any_choice, blocking
+        members = len(calls[0])
+        self.domain = Domain(members, lanes=lanes) if members > 1 else None
+        self.agreements = [self.domain.agreement(k) for k in range(members)] if self.domain else [Solo()]
+        self.call = [-1] * members
+        self.schedulers: list[Scheduler] = [None] * members
+        self.running: list[Action | None] = [None] * members
+        self.agreed: list[Action | None] = [None] * members
+        self.windows = [CallWindow(ahead=4) for _ in range(members)]
+        self.behind: list[tuple] = [()] * members
+        """Per member, what the leader has launched and it has not: the domain's one sequence."""
+        self.shared = _constants(calls)
+        for k in range(members):
+            self._begin(k)
+
+    # -- what the explorer asks ----------------------------------------------------------------------------------------
+    def fork(self) -> "Rank":
+        return copy.deepcopy(self, dict(self.shared))
+
+    def key(self) -> tuple:
+        return (
+            tuple(map(scheduler_key, self.schedulers)), tuple(self.call), tuple(self.agreed), tuple(self.behind),
+            self.domain.key() if self.domain else (),
+            tuple(tuple(sorted((type(e) is Arrival, e.call, e.edge, e.microbatch) for e in w._early)) for w in self.windows))
+
+    def check(self) -> None:
+        for scheduler in self.schedulers:
+            rank, bound = scheduler.dependencies.rank, scheduler.limit
+            chunks = len(scheduler.dependencies.stages)
+            bound += chunks if scheduler.admission == "paper" and chunks > 1 else 0
+            require(0 <= scheduler.in_flight <= bound, f"rank {rank} holds {scheduler.in_flight} activations, its limit is {bound}")
+            most = scheduler.max_pending_w
+            require(most is None or scheduler.pending_w <= most, f"rank {rank} has {scheduler.pending_w} W pending, above {most}")
+            if scheduler.finished:
+                ran = all(value == -2 for value in scheduler._lacking.values())
+                require(ran and not scheduler.in_flight and not scheduler.pending_w, f"rank {rank} finished with something left")
+
+    @property
+    def finished(self) -> bool:
+        last = len(self.calls) - 1
+        return all(c == last and s.finished for c, s in zip(self.call, self.schedulers, strict=True))
+
+    def events(self) -> list[tuple]:
+        """(name, arguments...) of everything that this rank could try by itself."""
+        found = []
+        for k, scheduler in enumerate(self.schedulers):
+            if self.running[k] is not None:
+                found.append(("end", k))
+            elif scheduler.finished:
+                if self.call[k] + 1 < len(self.calls):
+                    found.append(("begin", k))
+            elif k == 0 and self.any_choice:
+                found += [("start", k, action) for action in scheduler.admissible()]
+            else:
+                found.append(("ask", k, BEFORE))
+                if k == 0 and self.announces:
+                    found.append(("ask", k, AFTER))
+        if self.domain:
+            found += [("hear", channel) for channel, queue in self.domain.news.items() if queue]
+        return found
+
+    def commutes(self, event: tuple) -> bool:
+        """Whether the event can go first without loss (docs/proof.md, the reduction)."""
+        name, who = event[0], event[1]
+        return name == "end" or (name == "ask" and who > 0) or (name == "hear" and who[1] > 0)
+
+    # -- events --------------------------------------------------------------------------------------------------------
+    def apply(self, event: tuple) -> tuple[str, list[tuple]] | None:
+        """(what happened, outputs), or None if it cannot happen now. Call it on a fork."""
+        return getattr(self, "_" + event[0])(*event[1:])
+
+    def _begin(self, k: int):
+        self.call[k] += 1
+        self.schedulers[k] = copy.deepcopy(self.calls[self.call[k]][k], dict(self.shared))
+        self.agreements[k].begin(self.call[k])
+        stray = self.windows[k].begin(self.call[k], lambda event: self._posted(k, event))
+        require(stray is None, f"a message fits no call: {stray}")
+        self._take(k)
+        return f"begin call {self.call[k]} on rank {self._number}", [(k, edge, "flushed") for edge in self._edges_out(k)]
+
+    def _arrive(self, k: int, call: int, edge: Edge, microbatch: int):
+        require(self.windows[k].wrong(call) is None, f"message {microbatch} of {edge} came in the wrong call")
+        self.windows[k].deliver(Arrival(call, edge, 0, microbatch, (), 0.0), lambda event: self._posted(k, event))
+        self._take(k)
+        return "", []
+
+    def _announce(self, k: int, call: int, edge: Edge, microbatch: int):
+        self.windows[k].deliver(Announcement(call, edge, microbatch, 0.0, 1.0), lambda event: self._posted(k, event))
+        return "", []
+
+    def _posted(self, k: int, event) -> None:
+        if type(event) is Announcement:
+            self.schedulers[k].announced(event.edge, event.microbatch, event.time, event.duration)
+        else:
+            self.agreements[k].arrived(event.edge, event.microbatch)
+
+    def _take(self, k: int) -> None:
+        """Like `Engine._take_events`."""
+        for edge, microbatch in self.agreements[k].common():
+            self.schedulers[k].arrived(edge, microbatch)
+
+    def _hear(self, channel: tuple):
+        source, target, *_ = channel
+        news = self.domain.news[channel].popleft()
+        about = " ".join(map(str, _captured(news)[1:]))
+        self.domain.agreement(target).hear(news)
+        self._take(target)
+        return f"member {target} of rank {self._number} hears {about} from member {source}", []
+
+    def _ask(self, k: int, now: float):
+        """Like `Engine.advance`: choose, agree, launch."""
+        scheduler = self.schedulers[k]
+        decision = scheduler.choose(now)
+        if now == AFTER and scheduler.choose(BEFORE).action == decision.action:
+            return None  # no timer was running
+        if self.agreed[k] is None:
+            self.agreed[k] = self.agreements[k].decide(decision.action)
+        action = self.agreed[k]
+        if action is None:
+            return f"rank {self._number} finds nothing to run", []
+        may = action == decision.action or (
+            scheduler.is_ready(action) and scheduler.admits(scheduler.queue(action.stage, action.kind), action))
+        if not may:
+            return None
+        timer = "the timer fires, " if now == AFTER else ""
+        return f"{timer}start {action}{self._member(k)}", self._launch(k, action)
+
+    def _start(self, k: int, action: Action):
+        self.agreed[k] = self.agreements[k].decide(action)
+        return f"start {action}{self._member(k)}", self._launch(k, action)
+
+    def _launch(self, k: int, action: Action) -> list[tuple]:
+        scheduler = self.schedulers[k]
+        self.agreed[k] = None
+        if k == 0:
+            self.behind = [(*queue, (self.call[0], action)) if j else () for j, queue in enumerate(self.behind)]
+        else:
+            expected, *rest = self.behind[k] or (None,)
+            require(expected == (self.call[k], action), f"member {k} runs {action} where its leader ran {expected}")
+            self.behind[k] = tuple(rest)
+        task = scheduler.task(action)
+        scheduler.launched(action, 0.0)
+        self.running[k] = action
+        outputs = [(edge, "flushed") for edge in self._edges_out(k)] if self.blocking else []
+        outputs += [(edge, "consume", self.call[k], action.microbatch) for edge in task.arrivals]
+        outputs += [(edge, "announce", self.call[k], action.microbatch) for edge in task.sends] if self.announces else []
+        return [(k, *output) for output in outputs]
+
+    def _end(self, k: int):
+        action, self.running[k] = self.running[k], None
+        scheduler = self.schedulers[k]
+        task = scheduler.task(action)
+        scheduler.completed(action, 0.0)
+        outputs = [(edge, "send", self.call[k], action.microbatch) for edge in task.sends]
+        # What an action read stays with its microbatch until the activation's slot is given back.
+        backward = any(t.in_flight for t in scheduler._tasks.values())
+        if task.in_flight < 0 or not backward:
+            outputs += [(edge, "release", self.call[k], action.microbatch) for other in scheduler._tasks.values()
+                        if (other.action.stage, other.action.microbatch) == (action.stage, action.microbatch) for edge in other.arrivals]
+        return f"end {action}{self._member(k)}", [(k, *output) for output in outputs]
+
+    def _edges_out(self, k: int) -> list[Edge]:
+        return sorted({edge for task in self.schedulers[k]._tasks.values() for edge in task.sends})
+
+    @property
+    def _number(self) -> int:
+        return self.schedulers[0].dependencies.rank
+
+    def _member(self, k: int) -> str:
+        return f" (member {k})" if self.domain else ""
+
+
+def _constants(calls) -> dict[int, object]:
+    """What a fork shares with its original, by identity: everything that never changes."""
+    shared: dict[int, object] = {id(calls): calls}
+    shared[id(shared)] = shared
+    for scheduler in (s for members in calls for s in members):
+        hint = scheduler.hint
+        for value in (scheduler.dependencies, scheduler._tasks, scheduler._forwards, scheduler._finish_order, *scheduler._tasks,
+                      *scheduler._waiters, *scheduler._waiters.values(), scheduler.digest,
+                      *(vars(hint).get(name) for name in ("_row", "_place", "_places")),
+                      *(q.actions for q in scheduler._queues.values()), *(q.keys for q in scheduler._queues.values())):
+            if value is not None:
+                shared[id(value)] = value
+    return shared
+
+
+class Wire:
+    """A lane's socket: keeps the frames."""
+
+    def __init__(self):
+        self.frames: deque = deque()
+
+    def send_multipart(self, frames) -> None:
+        self.frames.append(frames)
+
+
+def _never(*arguments):
+    raise Violation(f"the sender failed: {arguments}")
+
+
+_SENDER = Sender([], delay=None, need=_never, fail=_never, name="model")  # only its rule is used; its thread never starts
+
+
+class Link:
+    """One edge: the real sender's end and its rule, the frames on their way, the real receiver's end.
+
+    Args:
+        edges: the edge. Several (a control) share one channel: one set of credits and lanes.
+        credits, lanes: as of `ZmqTransport`.
+        limit: of the rank that receives, which bounds the buffers that it keeps.
+    """
+
+    def __init__(self, edges: tuple[Edge, ...], *, credits: int, lanes: int, limit: int):
+        self.edges, self.credits, self.limit = edges, credits, limit
+        self.outlet = Outlet(edges[0], 1, [Wire() for _ in range(lanes)], None)
+        self.inlet = Inlet(edges[0], 0, lanes=lanes, credits=credits, slot_bytes=0, limit=1, shared=False)
+        self.back: deque = deque()
+        self.held: dict[tuple, Arrival] = {}
+        self.news: deque = deque()
+        for _ in range(credits):
+            self.outlet.credits.append(self.inlet.grant().grant())
+
+    def fork(self) -> "Link":
+        return copy.deepcopy(self)
+
+    def key(self) -> tuple:
+        """Slots are alike: only how many of them are where counts."""
+        return (
+            tuple((job.call, job.microbatch) for job in self.outlet.waiting), len(self.outlet.credits), len(self.back),
+            tuple(tuple(_message(frames) for frames in wire.frames) for wire in self.outlet.sockets),
+            frozenset((key, arrival.slot.consumed) for key, arrival in self.held.items()), tuple(self.news))
+
+    def check(self) -> None:
+        granted = set(self.inlet.granted)
+        free, returning = [g.slot for g in self.outlet.credits], [g.slot for g in self.back]
+        flying = [decode(frames[0])[0].slot for wire in self.outlet.sockets for frames in wire.frames]
+        unused = [a for a in self.held.values() if not a.slot.consumed]
+        total = len(free) + len(flying) + len(returning) + len(unused)
+        edge = self.edges[0]
+        require(total == self.credits, f"edge {edge} has {total} of {self.credits} credits")
+        require(sorted(free + flying + returning) == sorted(granted), f"edge {edge}: the slots granted are not those under way")
+        kept = len(self.held) - len(unused)
+        require(kept <= self.limit, f"edge {edge} keeps {kept} buffers, its rank may hold {self.limit} activations")
+        used = len(granted) + len(self.held)
+        require(self.inlet.pool.count <= self.credits + self.limit and used <= self.inlet.pool.count, f"edge {edge}: buffers leak")
+
+    @property
+    def finished(self) -> bool:
+        return not (self.outlet.waiting or self.held or any(wire.frames for wire in self.outlet.sockets))
+
+    def events(self) -> list[tuple]:
+        found = [("leave",)] if self.outlet.waiting and self.outlet.credits else []
+        found += [("credit",)] if self.back else []
+        found += [("arrive", lane) for lane, wire in enumerate(self.outlet.sockets) if wire.frames]
+        return found + ([("news", self.news[0][-1])] if self.news else [])
+
+    def commutes(self, event: tuple) -> bool:
+        return event[0] in ("leave", "credit") or event == ("news", True)
+
+    def apply(self, event: tuple) -> tuple[str, list[tuple]] | None:
+        return getattr(self, "_" + event[0])(*event[1:])
+
+    def _number(self, edge: Edge, microbatch: int) -> int:
+        return microbatch * len(self.edges) + self.edges.index(edge)
+
+    def _name(self, number: int) -> tuple[Edge, int]:
+        return self.edges[number % len(self.edges)], number // len(self.edges)
+
+    def _send(self, edge, call, microbatch):
+        """Like `Sender.put` and the part of its thread that takes the job."""
+        number, outlet = self._number(edge, microbatch), self.outlet
+        outlet.queued += 1
+        outlet.waiting.append(Job(call, number, microbatch % len(outlet.sockets), 0, ()))
+        return "", []
+
+    def _flushed(self, edge):
+        return None if self.outlet.waiting else ("", [])
+
+    def _leave(self):
+        _SENDER._pump(self.outlet)
+        return f"what waited for a credit of {self._names} leaves", []
+
+    def _arrive(self, lane):
+        header, body = decode(self.outlet.sockets[lane].frames.popleft()[0])
+        edge, microbatch = self._name(header.microbatch)
+        self.held[header.call, header.microbatch] = self.inlet.accept(header, body, [], lane, 0.0)
+        about = header.call, edge, microbatch
+        self.news = deque((*news[:3], news[3] or news[:3] == about) for news in self.news)
+        return f"{edge} brings microbatch {microbatch}", [("arrive", header.call, edge, microbatch)]
+
+    def _consume(self, edge, call, microbatch):
+        arrival = self.held[call, self._number(edge, microbatch)]
+        self.back.append(self.inlet.consume(arrival.slot).grant())
+        return "", []
+
+    def _release(self, edge, call, microbatch):
+        self.inlet.release(self.held.pop((call, self._number(edge, microbatch))).slot)
+        return "", []
+
+    def _credit(self):
+        self.outlet.credits.append(self.back.popleft())
+        return f"a credit of {self._names} returns", []
+
+    def _announce(self, edge, call, microbatch):
+        self.news.append((call, edge, microbatch, False))
+        return "", []
+
+    def _news(self, late):
+        """late: its message is here already, so nothing looks at it any more."""
+        call, edge, microbatch, _ = self.news.popleft()
+        return f"{edge} announces microbatch {microbatch}", [("announce", call, edge, microbatch)]
+
+    @property
+    def _names(self) -> str:
+        return "/".join(map(str, self.edges))
+
+
+def _message(frames) -> tuple[int, int]:
+    header, _ = decode(frames[0])
+    return header.call, header.microbatch
