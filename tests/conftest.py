@@ -10,17 +10,26 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts its threads
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="full counts: every seed, size and version, not the reduced default")
+    parser.addoption("--deep", action="store_true", help="beyond --all, for as long as it takes: the largest model checks")
     parser.addoption("--seed", type=int, default=None, help="seed of the randomised tests (printed in any case)")
 
 
 def pytest_report_header(config):
+    if config.getoption("--deep"):
+        return "counts: deep (--deep)"
     return f"counts: {'full (--all)' if config.getoption('--all') else 'reduced (pytest --all for the full ones)'}"
 
 
 @pytest.fixture(scope="session")
 def full(request) -> bool:
     """True under `--all`: run the full counts."""
-    return request.config.getoption("--all")
+    return request.config.getoption("--all") or request.config.getoption("--deep")
+
+
+@pytest.fixture(scope="session")
+def deep(request) -> bool:
+    """True under `--deep`: run what takes longer than the full counts may."""
+    return request.config.getoption("--deep")
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from explorer import Automaton, System
 from components import Link, Rank
+from explorer import Automaton, System
 
 from rrfp.action import Edge
 from rrfp.errors import ConfigurationError
@@ -97,6 +97,12 @@ def _link(edges: tuple[Edge, ...], credits: int, lanes: int, limit: int) -> Auto
     return Automaton(Link(edges, credits=credits, lanes=lanes, limit=limit))
 
 
+def forget() -> None:
+    """Unfold everything anew: the objects' own code has been changed."""
+    _link.cache_clear()
+    _ranks.clear()
+
+
 def connect(
     ranks: Sequence[Automaton], schedulers: Sequence[Sequence[Scheduler]], limits: Sequence[int], *, credits: int, lanes: int,
     share: bool = False) -> System:
@@ -118,12 +124,12 @@ def connect(
     return System(ranks, links, channels, receivers)
 
 
-def policies(shape: tuple[int, int, int, int]) -> Iterator[Cell]:
+def policies(shape: tuple[int, int, int, int], hints: Sequence[str] = (ANY, *BUILT_IN)) -> Iterator[Cell]:
     """Every combination of hint, mode, limit, order, split and bound of W that the product accepts for a shape."""
     placements = ("looped", "v") if shape[2] > 1 else ("looped",)
     for placement in placements:
         for split in (False, True):
-            for hint in (ANY, *(h for h in BUILT_IN if split or h not in SPLIT_ONLY)):
+            for hint in (h for h in hints if split or h not in SPLIT_ONLY):
                 for mode in ("ready", "strict") if hint != ANY else ("ready",):
                     for order in ("microbatch", "free", "megatron"):
                         for limit in LIMITS:

@@ -16,6 +16,7 @@ from rrfp.comm.outbound import Job, Outlet, Sender
 from rrfp.comm.transport import Announcement, Arrival
 from rrfp.comm.window import CallWindow
 from rrfp.scheduler import Scheduler
+from rrfp.scheduler.hints import Announced
 from rrfp.tp_coord.agreement import Solo
 from rrfp.tp_coord.scripted_agreement import ScriptedDomain
 
@@ -101,6 +102,8 @@ class Rank:
         self.behind: list[tuple] = [()] * members
         """Per member, what the leader has launched and it has not: the domain's one sequence."""
         self.shared = _constants(calls)
+        if self.domain:
+            self.shared[id(self.domain.clock)] = self.domain.clock  # nothing is ever due on it
         for k in range(members):
             self._begin(k)
 
@@ -202,6 +205,11 @@ class Rank:
         """Like `Engine.advance`: choose, agree, launch."""
         scheduler = self.schedulers[k]
         decision = scheduler.choose(now)
+        if k == 0 and not scheduler.hint.strict:
+            # Else "any admissible choice" would not stand for it. `Announced` may also wait.
+            admissible, chosen = scheduler.admissible(), decision.action
+            idle = not admissible or type(scheduler.hint) is Announced
+            require(idle if chosen is None else chosen in admissible, f"{chosen} chosen where {admissible} are admissible")
         if now == AFTER and scheduler.choose(BEFORE).action == decision.action:
             return None  # no timer was running
         if self.agreed[k] is None:

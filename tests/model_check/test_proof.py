@@ -1,0 +1,130 @@
+"""Every reachable state of small pipelines: no deadlock, every action once, nothing beyond its bound (docs/proof.md)."""
+
+from dataclasses import replace
+
+import pytest
+from cells import ANY, Cell, distinct, policies, with_transports
+
+from rrfp.policy import BUILT_IN
+
+ALL = (ANY, *BUILT_IN)
+CORE = (ANY, "announced")
+"""What every other hint that only ranks is a part of, and the one that also waits."""
+BOTH = ((1, 1), (4, 2))
+FOUR = ((1, 1), (1, 2), (4, 1), (4, 2))
+"""(credits, lanes). 4 is what training grants; a microbatch count of at most 4 never waits for more."""
+
+# (P, M, chunks, domain), hints, every n-th of the policies that behave differently, transports
+REDUCED = [
+    ((2, 2, 1, 1), ALL, 2, BOTH),
+    ((2, 3, 1, 1), ALL, 23, FOUR),
+    ((2, 3, 1, 1), (ANY,), 5, FOUR),
+    ((3, 2, 1, 1), ALL, 23, FOUR),
+    ((3, 2, 1, 1), CORE, 5, BOTH),
+    ((2, 2, 2, 1), ALL, 41, BOTH),
+    ((2, 2, 2, 1), CORE, 11, BOTH),
+    ((2, 2, 1, 2), ALL, 23, BOTH),
+    ((2, 2, 2, 2), CORE, 41, BOTH),
+]
+FULL = [
+    ((2, 2, 1, 1), ALL, 1, FOUR),
+    ((2, 3, 1, 1), ALL, 1, FOUR),
+    ((3, 2, 1, 1), ALL, 1, FOUR),
+    ((2, 2, 2, 1), ALL, 1, BOTH),
+    ((2, 2, 1, 2), ALL, 5, BOTH),
+    ((2, 2, 2, 2), CORE, 7, BOTH),
+]
+DEEP = [(shape, ALL, 1, FOUR) for shape in [(4, 4, 1, 1), (4, 3, 1, 2), (3, 3, 2, 1), (2, 3, 2, 2)]]
+
+
+def check(cells: list[Cell], name: str) -> None:
+    """Explores every system and prints one line of the table in docs/proof.md."""
+    states = largest = 0
+    for cell in cells:
+        report = cell.system().explore()
+        assert report.deadlock is None, f"{cell}: {report.deadlock}"
+        assert report.complete and len(report.ends) == 1, f"{cell}: {len(report.ends)} ends"
+        states, largest = states + report.states, max(largest, report.states)
+    print(f"{name}: {len(cells)} systems, {states:,} states (largest {largest:,}), 0 deadlocks", flush=True)
+
+
+def grid(shape, hints, part, transports):
+    cells = distinct(policies(shape, hints))
+    chosen = cells[::part]
+    name = f"{shape} {'every hint' if hints == ALL else ', '.join(hints)}: {len(chosen)} of {len(cells)} policies"
+    check(with_transports(chosen, transports), name)
+
+
+@pytest.mark.timeout(3000)
+def test_every_policy_at_small_sizes(full):
+    for row in FULL if full else REDUCED:
+        grid(*row)
+
+
+NAMED = [
+    Cell((4, 4, 1, 1), ANY, limit="2p"),
+    Cell((4, 4, 1, 1), "announced"),
+    Cell((3, 3, 2, 1), ANY),
+]
+NAMED_FULL = [
+    *(replace(cell, credits=1, lanes=2) for cell in NAMED),
+    Cell((4, 4, 1, 1), ANY, limit="2p", order="free"),
+    Cell((4, 4, 1, 1), ANY, limit="2p", split=True),
+    Cell((4, 4, 1, 1), "announced", limit="2p", split=True),
+    Cell((3, 3, 2, 1), "announced"),
+    Cell((3, 3, 2, 1), ANY, order="free"),
+    Cell((3, 3, 2, 1), ANY, limit="2", split=True),
+    Cell((4, 3, 1, 2), ANY, limit="2p"),
+    Cell((4, 3, 1, 2), "announced", credits=1, lanes=2),
+    Cell((2, 3, 2, 2), ANY, limit="2"),
+]
+
+
+@pytest.mark.timeout(3000)
+def test_named_sizes(full):
+    """Larger ones: any admissible choice, and announced waits."""
+    for cell in NAMED + (NAMED_FULL if full else []):
+        check([cell], str(cell))
+
+
+def test_calls_that_follow_each_other_and_evaluation(full):
+    """Ranks are not in step between calls: what comes early waits, and its credits are not what the present call needs."""
+    cells = [
+        Cell((2, 2, 1, 1), ANY, calls=2), Cell((2, 2, 1, 1), ANY, calls=2, credits=1, lanes=2), Cell((2, 2, 1, 1), "announced", calls=2),
+        Cell((2, 1, 2, 1), ANY, calls=2, credits=1), Cell((2, 2, 1, 2), "bf", calls=2, credits=1),
+        Cell((3, 3, 1, 1), ANY, forward_only=True), Cell((2, 2, 2, 1), ANY, forward_only=True, credits=1),
+        Cell((2, 2, 1, 1), ANY, forward_only=True, calls=3, credits=1), Cell((2, 2, 1, 2), ANY, forward_only=True, lanes=2, order="free"),
+    ]
+    if full:
+        cells += [Cell((3, 3, 1, 1), ANY, calls=2, credits=1), Cell((2, 2, 2, 1), ANY, calls=2, credits=2), Cell((2, 2, 1, 2), ANY, calls=2)]
+    check(cells, "calls in a row, evaluation")
+
+
+@pytest.mark.timeout(86400)
+def test_everything_at_the_named_sizes(deep):
+    if not deep:
+        pytest.skip("takes hours: pytest --deep")
+    for row in DEEP:
+        grid(*row)
+
+
+# -- the reduction -------------------------------------------------------------------------------------------------------
+
+UNREDUCED = [
+    Cell((2, 2, 1, 1), ANY), Cell((2, 2, 1, 1), ANY, credits=1, lanes=2, order="free"), Cell((2, 2, 1, 1), "announced", limit="2p"),
+    Cell((2, 2, 1, 1), "fill-r", split=True), Cell((2, 2, 1, 1), ANY, split=True, max_pending_w=1, credits=1),
+    Cell((2, 3, 1, 1), "announced", credits=1), Cell((2, 3, 1, 1), "1f1b", mode="strict"), Cell((3, 2, 1, 1), ANY, credits=1),
+    Cell((2, 2, 1, 1), "bf", calls=2, credits=1), Cell((2, 1, 2, 1), ANY, credits=1), Cell((2, 1, 1, 2), ANY),
+    Cell((2, 1, 2, 1), ANY, limit="paper:1", credits=1),
+]
+MORE_UNREDUCED = [Cell((2, 2, 2, 1), ANY, credits=1), Cell((2, 2, 1, 2), "bf", credits=1)]
+
+
+@pytest.mark.timeout(3000)
+def test_the_reduction_changes_no_verdict(full):
+    for cell in UNREDUCED + (MORE_UNREDUCED if full else []):
+        system = cell.system()
+        reduced, all_states = system.explore(), system.explore(reduced=False)
+        assert reduced.ends == all_states.ends and reduced.deadlock is all_states.deadlock is None, str(cell)
+        assert reduced.states < all_states.states
+        print(f"unreduced {cell}: {all_states.states:,} states, {reduced.states:,} with the reduction")
