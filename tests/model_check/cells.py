@@ -4,8 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from components import Link, Rank
+from components import Rank
 from explorer import Automaton, System
+from links import Link
 
 from rrfp.action import Edge
 from rrfp.errors import ConfigurationError

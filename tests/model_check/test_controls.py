@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 from cells import ANY, Cell, connect, forget
-from components import Link, Rank, Violation
+from components import Rank, Violation
 from explorer import Automaton, System
+from links import Link
 
 from rrfp.action import Action
 from rrfp.errors import ConfigurationError
