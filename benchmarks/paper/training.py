@@ -41,7 +41,8 @@ def train(flags: list[str], *, seed: int, stages: int, iterations: int, deadline
         text = output.read()
     if code != 0:
         raise RuntimeError(f"{' '.join(flags)}: exit status {code}:\n{text[-3000:]}")
-    lines = re.findall(r"(?:iteration +\d+/ *\d+ \|| validation loss at iteration).*", text)
+    # Up to the last field: ranks write to one file, and another's line may come before this one's newline.
+    lines = re.findall(r"iteration +\d+/ *\d+ \|.*?nan iterations: +\d+ \|| validation loss at iteration.*?PPL: \S+ \|", text)
     return [re.sub(r"elapsed time per iteration \(ms\): \S+ \| ", "", line).strip() for line in lines]
 
 

@@ -133,6 +133,7 @@ def test_figure2_measures_real_processes(capsys, monkeypatch):
 
 EMULATED = """
 from benchmarks.paper import repro
+from benchmarks.paper.emulated import Case, emulated
 from benchmarks.paper.workloads import Workload
 emulated(1, cases=(Case(Workload("GPT3-Large", 2, 3), 1),), modes=%r, last_stage=0.002)
 """
