@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice, product
 
 from components import Rank
 from explorer import Automaton, System
@@ -125,23 +126,20 @@ def connect(
     return System(ranks, links, channels, receivers)
 
 
-def policies(shape: tuple[int, int, int, int], hints: Sequence[str] = (ANY, *BUILT_IN)) -> Iterator[Cell]:
-    """Every combination of hint, mode, limit, order, split and bound of W that the product accepts for a shape."""
-    placements = ("looped", "v") if shape[2] > 1 else ("looped",)
-    for placement in placements:
-        for split in (False, True):
-            for hint in (h for h in hints if split or h not in SPLIT_ONLY):
-                for mode in ("ready", "strict") if hint != ANY else ("ready",):
-                    for order in ("microbatch", "free", "megatron"):
-                        for limit in LIMITS:
-                            for most in (None, 1) if split else (None,):
-                                cell = Cell(shape, hint, mode=mode, limit=limit, order=order, split=split, max_pending_w=most,
-                                            placement=placement)
-                                try:
-                                    cell.schedulers()
-                                except ConfigurationError:
-                                    continue
-                                yield cell
+def policies(shape: tuple[int, int, int, int], hints: Sequence[str] = (ANY, *BUILT_IN), part: int = 1) -> Iterator[Cell]:
+    """Every combination of hint, mode, limit, order, split and bound of W that the product accepts for a shape; or every n-th."""
+    combinations = product(
+        ("looped", "v") if shape[2] > 1 else ("looped",), ((False, None), (True, None), (True, 1)), hints, ("ready", "strict"),
+        ("microbatch", "free", "megatron"), LIMITS)
+    for placement, (split, most), hint, mode, order, limit in islice(combinations, 0, None, part):
+        if (hint in SPLIT_ONLY and not split) or (hint == ANY and mode == "strict"):
+            continue
+        cell = Cell(shape, hint, mode=mode, limit=limit, order=order, split=split, max_pending_w=most, placement=placement)
+        try:
+            cell.schedulers()
+        except ConfigurationError:
+            continue
+        yield cell
 
 
 def distinct(cells: Iterator[Cell]) -> list[Cell]:
