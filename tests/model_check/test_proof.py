@@ -32,7 +32,7 @@ FULL = [
     ((3, 2, 1, 1), ALL, 1, FOUR),
     ((2, 2, 2, 1), ALL, 1, BOTH),
     ((2, 2, 1, 2), ALL, 5, BOTH),
-    ((2, 2, 2, 2), CORE, 7, BOTH),
+    ((2, 2, 2, 2), CORE, 19, BOTH),
 ]
 DEEP = [(shape, ALL, 1, FOUR) for shape in [(4, 4, 1, 1), (4, 3, 1, 2), (3, 3, 2, 1), (2, 3, 2, 2)]]
 DEEPEST = 5_000_000
@@ -89,7 +89,7 @@ NAMED_FULL = [
     Cell((4, 3, 1, 2), "announced", credits=1, lanes=2),
     Cell((2, 3, 2, 2), ANY, limit="2"),
 ]
-NAMED_DEEP = [Cell(shape, ANY, limit="2p", **options) for shape in ((4, 3, 1, 2), (2, 3, 2, 2))
+NAMED_DEEP = [Cell((2, 3, 2, 2), ANY)] + [Cell(shape, ANY, limit="2p", **options) for shape in ((4, 3, 1, 2), (2, 3, 2, 2))
               for options in ({"split": True}, {"order": "free"})]
 
 
