@@ -32,7 +32,7 @@ FULL = [
     ((3, 2, 1, 1), ALL, 1, FOUR),
     ((2, 2, 2, 1), ALL, 1, BOTH),
     ((2, 2, 1, 2), ALL, 5, BOTH),
-    ((2, 2, 2, 2), CORE, 19, BOTH),
+    ((2, 2, 2, 2), CORE, 47, BOTH),
 ]
 DEEP = [(shape, ALL, 1, FOUR) for shape in [(4, 4, 1, 1), (4, 3, 1, 2), (3, 3, 2, 1), (2, 3, 2, 2)]]
 DEEPEST = 5_000_000
