@@ -11,6 +11,7 @@ from pathlib import Path
 from benchmarks.paper import figures, tables
 from benchmarks.paper.emulated import emulated
 from benchmarks.paper.training import appendix_e
+from rrfp.values import at_least_one
 
 SIMULATED = {**tables.EXPERIMENTS, "figure5": figures.figure5, "figure6": figures.figure6}
 EXPERIMENTS = (*SIMULATED, "figure2", "emulated", "appendix-e")
@@ -22,9 +23,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.paper", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiments", nargs="+", choices=EXPERIMENTS, metavar="EXPERIMENT")
-    parser.add_argument("--count", type=_positive, help="draws to average over; for jitter, figure2, figure6 and appendix-e"
+    parser.add_argument("--count", type=at_least_one, help="draws to average over; for jitter, figure2, figure6 and appendix-e"
                         " iterations or repeats (default: as in the paper, else 3)")
-    parser.add_argument("--stages", type=_positive, default=4, help="of appendix-e's training (default %(default)s)")
+    parser.add_argument("--stages", type=at_least_one, default=4, help="of appendix-e's training (default %(default)s)")
     parser.add_argument("--picture", type=Path, help="where appendix-e draws its loss curves")
     options = parser.parse_args(arguments)
     different = 0
@@ -40,12 +41,6 @@ def main(arguments: list[str] | None = None) -> int:
             SIMULATED[name](count)
         print(flush=True)
     return 1 if different else 0
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
-    return int(text)
 
 
 if __name__ == "__main__":

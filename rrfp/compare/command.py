@@ -15,6 +15,7 @@ from rrfp.errors import ConfigurationError
 from rrfp.outputs import check_file, check_picture, make_directory
 from rrfp.simulate.bounds import lower_bound
 from rrfp.simulate.costs import Costs, from_scenario, unit_of
+from rrfp.values import above_zero, at_least_one, parse_seeds
 
 DEFAULT_MODES = ("megatron-1f1b", "strict:1f1b:1f1b", "ready:announced:1f1b", "ready:alt:2p", "ready:fill-r:2p-1")
 
@@ -136,7 +137,7 @@ def _say(line: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rrfp compare", description=__doc__.split(": ", 1)[1])
     parser.add_argument("--stages", type=int, required=True, metavar="P", help="pipeline stages, one process each")
-    parser.add_argument("--microbatches", type=_positive, required=True, metavar="M", help="microbatches per iteration")
+    parser.add_argument("--microbatches", type=at_least_one, required=True, metavar="M", help="microbatches per iteration")
     parser.add_argument("--scenario", required=True, metavar="NAME", help="how long actions take and how late messages are "
                         "(docs/scenarios.md): a scenario, J0 to J3, or a JSON file")
     parser.add_argument("--modes", nargs="+", metavar="MODE", help="megatron-1f1b, torch-1f1b, torch-zbv, strict:HINT:LIMIT, "
@@ -144,37 +145,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--explain", action="store_true", help="the ladder from Megatron's 1F1B up, one change at a time "
                         "(--modes are added beside it)")
     parser.add_argument("--simulated", action="store_true", help="simulate instead of running: any P, seconds instead of minutes")
-    parser.add_argument("--unit", type=_seconds, default=0.02, metavar="SECONDS", help="mean seconds of a forward (default 0.02)")
-    parser.add_argument("--seeds", type=_range, metavar="A-B", help="draws, one repeat each (default 0 to repeats - 1)")
-    parser.add_argument("--repeats", type=_positive, metavar="N", help="repeats (default 5, or one per seed)")
-    parser.add_argument("--lanes", type=_positive, default=1, metavar="N", help="FIFO lanes per edge of modes that do not say: with 1 "
+    parser.add_argument("--unit", type=above_zero, default=0.02, metavar="SECONDS", help="mean seconds of a forward (default 0.02)")
+    parser.add_argument("--seeds", type=parse_seeds, metavar="A-B", help="draws, one repeat each (default 0 to repeats - 1)")
+    parser.add_argument("--repeats", type=at_least_one, metavar="N", help="repeats (default 5, or one per seed)")
+    parser.add_argument("--lanes", type=at_least_one, default=1, metavar="N", help="FIFO lanes per edge of modes that do not say: with 1 "
                         "a late message holds back those behind it; under --explain the lanes of the last rung (default there 8)")
     parser.add_argument("--compute", choices=("emulated", "real"), default="emulated", help="stages sleep, or multiply matrices")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="write a PNG of the first repeat there")
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep the traces there, a directory per mode, for `rrfp report`")
-    parser.add_argument("--timeout", type=_seconds, default=60.0, metavar="SECONDS", help="without progress, a call fails (default 60)")
+    parser.add_argument("--timeout", type=above_zero, default=60.0, metavar="SECONDS", help="without progress, a call fails (default 60)")
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be seconds above 0")
-    return value
-
-
-def _range(text: str) -> range:
-    low, _, high = text.partition("-")
-    if not (low.isdecimal() and (high or low).isdecimal() and int(low) <= int(high or low)):
-        raise argparse.ArgumentTypeError(f"{text!r}: write a seed like 15, or a range like 15-44")
-    return range(int(low), int(high or low) + 1)

@@ -19,6 +19,7 @@ from rrfp.simulate.costs import Costs, from_scenario, unit_of
 from rrfp.simulate.rendezvous import check_modelled, simulate_megatron_1f1b
 from rrfp.simulate.scenarios import CALM, LEVELS, SCENARIOS, check_scenario
 from rrfp.simulate.timeline import timeline_of, waits_of
+from rrfp.values import above_zero, at_least_one, parse_seeds
 
 MEGATRON = "megatron-1f1b"
 _MODELLED = " (modelled)"
@@ -71,30 +72,6 @@ class Row:
     over_tight: float | None
     shares: dict[str, float]
     peaks: list[int]
-
-
-def parse_seeds(text: str) -> range:
-    """`15-44` or `15`."""
-    low, _, high = text.partition("-")
-    if not (low.isdecimal() and (high or low).isdecimal() and int(low) <= int(high or low)):
-        raise argparse.ArgumentTypeError(f"{text!r}: write a seed like 15, or a range like 15-44")
-    return range(int(low), int(high or low) + 1)
-
-
-def at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
-    return int(text)
-
-
-def above_zero(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a number above 0")
-    return value
 
 
 def _parser() -> argparse.ArgumentParser:

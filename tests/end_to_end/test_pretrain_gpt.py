@@ -98,9 +98,7 @@ def test_log_and_checkpoints_are_those_of_megatron(whole, ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_checkpoint_of_one_schedule_continues_under_the_other(server, whole, tmp_path, full, ranks):
-    if ranks == 2 and not full:
-        pytest.skip("only with --all: two trainings more")
+def test_a_checkpoint_of_one_schedule_continues_under_the_other(server, whole, tmp_path, ranks):
     resumed = {}
     for way, source in (("megatron", "rrfp"), ("rrfp", "megatron")):
         _, folder = whole(source, ranks)
@@ -163,9 +161,7 @@ def test_fp16_skips_the_same_step(server, tmp_path):
         ),
     ],
 )
-def test_two_data_parallel_pipelines(server, tmp_path, options, full):
-    if len(options) == 1 and not full:
-        pytest.skip("only with --all: two trainings more")
+def test_two_data_parallel_pipelines(server, tmp_path, options):
     theirs, ours = both(
         server, tmp_path, *GROWING, "--train-iters", "5", "--ddp-bucket-size", "3000", *options, ranks=4, pipeline=2
     )

@@ -9,8 +9,9 @@ import sys
 import pytest
 
 from rrfp.action import Edge, parse_action
-from rrfp.simulate.command import main, parse_seeds
+from rrfp.simulate.command import main
 from rrfp.trace.recorder import Recorder
+from rrfp.values import parse_seeds
 
 SMALL = ["--stages", "2", "--microbatches", "4", "--unit", "1", "--seeds", "1"]
 
