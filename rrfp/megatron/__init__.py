@@ -54,7 +54,7 @@ def install_from_args(args: argparse.Namespace) -> None:
 
 def _check_at_start(options: Options, args: argparse.Namespace) -> None:
     """Refuse now what a call would be refused for later: a list that does not fit, for any number of microbatches this run can have."""
-    placement = Placement.looped(args.pipeline_model_parallel_size)
+    placement = Placement.looped(args.pipeline_model_parallel_size, getattr(args, "virtual_pipeline_model_parallel_size", None) or 1)
     sizes = sorted(_microbatches(args))
     if options.mode == "ready" and options.hint in BUILT_IN:
         sizes = sizes[-1:]  # these exist for any number
@@ -96,10 +96,10 @@ def _install(options: Options, *, cpu: bool = False) -> None:
 
     originals = {name: getattr(schedules, name) for name in (_WITHOUT_INTERLEAVING, _INTERLEAVING)}
     if options.schedule == "rrfp":
-        from rrfp.megatron.forward_backward import make_forward_backward, refuse_interleaving
+        from rrfp.megatron.forward_backward import make_forward_backward
 
-        _replace(schedules, _WITHOUT_INTERLEAVING, make_forward_backward(options, original=originals[_WITHOUT_INTERLEAVING]))
-        _replace(schedules, _INTERLEAVING, refuse_interleaving)
+        for name, original in originals.items():
+            _replace(schedules, name, make_forward_backward(options, original=original, interleaved=name == _INTERLEAVING))
         _connect_with_groups(options)
     elif options.instruments:
         from rrfp.megatron.baseline import watch
@@ -143,8 +143,9 @@ def _connect_with_groups(options: Options) -> None:
             if torch_rank() == 0:
                 print("[rrfp] --pipeline-schedule rrfp with --pipeline-model-parallel-size 1: one stage is no pipeline; "
                       "Megatron's own schedule runs", file=sys.stderr, flush=True)
-        elif parallel_state.get_virtual_pipeline_model_parallel_world_size() is None:
-            runtime.runtime_for(options, parallel_state.get_pipeline_model_parallel_group())
+        else:
+            chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+            runtime.runtime_for(options, parallel_state.get_pipeline_model_parallel_group(), chunks=chunks)
 
     def initialize_model_parallel(*args, **kwargs):
         result = original(*args, **kwargs)

@@ -25,7 +25,7 @@ def check_megatron() -> None:
     version = tuple(int(part) for part in core.__version__.split(".")[:2])
     if not OLDEST <= version <= NEWEST:
         raise ConfigurationError(f"megatron-core {core.__version__}: supported are 0.17.1 to 0.19.x; install one of those")
-    for function in (schedules.forward_backward_pipelining_without_interleaving,):
+    for function in (schedules.forward_backward_pipelining_without_interleaving, schedules.forward_backward_pipelining_with_interleaving):
         unknown = set(inspect.signature(getattr(function, "__wrapped__", function)).parameters) - _KEYWORDS
         if unknown:
             raise ConfigurationError(
@@ -46,8 +46,6 @@ _REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
      "collectives inside actions need their ranks to agree on every action, which isn't supported yet"),
     (lambda c: (getattr(c, "expert_gtp_weight_remat_size", None) or 1) > 1, "--expert-tensor-parallel-num-weight-shards",
      "its gathers run inside actions over ranks with other data"),
-    (lambda c: (getattr(c, "virtual_pipeline_model_parallel_size", None) or 1) > 1, "--num-layers-per-virtual-pipeline-stage",
-     "several chunks per rank aren't supported yet"),
     (lambda c: getattr(c, "delay_wgrad_compute", False), "--delay-wgrad-compute", "a split backward isn't supported yet"),
     (lambda c: getattr(c, "gtp_weight_remat_size", 1) not in (None, 1), "GTP (gtp_weight_remat_size)",
      "its gathers run inside actions over ranks with other data"),

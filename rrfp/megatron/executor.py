@@ -1,10 +1,10 @@
-"""Runs a stage's forwards and backwards with Megatron's own functions.
+"""Runs the forwards and backwards of a rank's stages with Megatron's own functions.
 
-Everything that Megatron ties to "first" and "last" follows what was *executed* first and last, not the microbatch's index.
+Everything that Megatron ties to "first" and "last" follows what was *executed* first and last of a chunk, not the microbatch's index.
 """
 
-import contextlib
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,27 +13,30 @@ from megatron.core.pipeline_parallel import schedules
 
 from rrfp.action import Action, Edge
 from rrfp.comm.transport import Arrival, Payload
+from rrfp.megatron.gradient_sync import GradientSync
 from rrfp.megatron.microbatches import MicrobatchIterator
 from rrfp.megatron.padding import Padding
 from rrfp.megatron.tensors import from_arrival, to_payload
+from rrfp.placement import Placement
 from rrfp.scheduler.dependencies import Task
 
 
 @dataclass(kw_only=True)
 class StepContext:
-    """What one call of the schedule was given (the arguments of Megatron's `forward_backward_func`), for one stage."""
+    """What one call of the schedule was given (the arguments of Megatron's `forward_backward_func`), for one rank."""
 
     forward_step_func: Callable
-    data_iterator: Any
-    """An iterator or None; a `MicrobatchIterator` where forwards may leave microbatch order."""
-    model: torch.nn.Module
+    data_iterators: Sequence[Any]
+    """Per chunk an iterator or None; a `MicrobatchIterator` where forwards may leave microbatch order."""
+    models: Sequence[torch.nn.Module]
+    """The rank's chunks, in order."""
     config: Any
     num_microbatches: int
     forward_only: bool
     collect_non_loss_data: bool
     first_val_step: bool | None
-    is_first_stage: bool
-    is_last_stage: bool
+    rank: int
+    placement: Placement
     cp_size: int
     max_in_flight: int
     call: int
@@ -42,15 +45,18 @@ class StepContext:
     losses: dict[int, list] = field(default_factory=dict)
     """What `forward_step` stored, per microbatch (the last stage only)."""
 
+    def is_last(self, stage: int) -> bool:
+        return stage == self.placement.stages - 1
+
 
 class MegatronExecutor:
-    """One stage of one call. An `Executor` whose actions complete before `launch` returns (on a GPU: after the stream has caught up).
+    """One rank of one call. An `Executor` whose actions complete before `launch` returns (on a GPU: after the stream has caught up).
 
     Args:
         context: the call.
         release: gives a receive buffer back.
         padding: lengthens actions on purpose, or None.
-        before_forward: called with the microbatch before each forward, or None.
+        before_forward: called with the microbatch before each forward of the last stage, or None.
     """
 
     capacity = 1
@@ -69,11 +75,11 @@ class MegatronExecutor:
         self._padding = padding
         self._before_forward = before_forward
         self._device = torch.device("cuda", torch.cuda.current_device()) if _on_cuda() else torch.device("cpu")
-        self._saved: dict[int, tuple[list[torch.Tensor | None], torch.Tensor]] = {}
-        self._forwards = 0
-        self._backwards = 0
-        self._no_sync: contextlib.AbstractContextManager | None = None
-        self._disable_grad_sync()
+        self._saved: dict[tuple[int, int], tuple[list[torch.Tensor | None], torch.Tensor]] = {}
+        """By (stage, microbatch): input and output of a forward whose backward has not run."""
+        self._forwards: Counter[int] = Counter()  # per stage
+        self._sync = GradientSync(context.config, context.models, microbatches=context.num_microbatches, rank=context.rank,
+                                  forward_only=context.forward_only)
 
     # ------------------------------------------------------------------ the Executor protocol
     def launch(self, task: Task, inputs: tuple[Arrival, ...], done: Callable[[Mapping[Edge, Payload]], None]) -> None:
@@ -90,40 +96,42 @@ class MegatronExecutor:
         done({edge: payload for edge in task.sends})
 
     def _forward(self, action: Action, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        context, microbatch = self._context, action.microbatch
-        config = context.config
+        context, stage, microbatch = self._context, action.stage, action.microbatch
+        config, chunk, last = context.config, context.placement.chunk_of(stage), context.is_last(stage)
         input_tensor = tensors[0].requires_grad_(True) if tensors else None
         partial = config.num_microbatches_with_partial_activation_checkpoints
-        checkpoint = None if partial is None else self._forwards % context.max_in_flight >= partial
-        first = schedules.check_first_val_step(context.first_val_step, context.forward_only, self._forwards == 0)
-        store = context.losses.setdefault(microbatch, [])
-        if self._before_forward is not None:
+        checkpoint = None if partial is None else self._forwards.total() % context.max_in_flight >= partial
+        first = schedules.check_first_val_step(context.first_val_step, context.forward_only, self._forwards[stage] == 0)
+        if last and self._before_forward is not None:
             self._before_forward(microbatch)
-        indexed = isinstance(context.data_iterator, MicrobatchIterator)
+        iterator = context.data_iterators[chunk]
+        indexed = isinstance(iterator, MicrobatchIterator)
         if indexed:
-            context.data_iterator.begin(microbatch)
+            iterator.begin(microbatch)
+        self._sync.before_forward(chunk)
         output_tensor, num_tokens = schedules.forward_step(
             context.forward_step_func,
-            context.data_iterator,
-            context.model,
+            iterator,
+            context.models[chunk],
             context.num_microbatches,
             input_tensor,
-            store,
+            context.losses.setdefault(microbatch, []),
             config,
             cp_group_size=context.cp_size,
             collect_non_loss_data=context.collect_non_loss_data,
             checkpoint_activations_microbatch=checkpoint,
             is_first_microbatch=first,
             current_microbatch=microbatch,
-            is_last_stage=context.is_last_stage,
+            vp_stage=chunk if len(context.models) > 1 else None,
+            is_last_stage=last,
         )
         if indexed:
-            context.data_iterator.end()
+            iterator.end()
         context.total_num_tokens += num_tokens
-        self._forwards += 1
-        result = [] if context.is_last_stage else [self._to_send(action, output_tensor)]
+        self._forwards[stage] += 1
+        result = [] if last else [self._to_send(action, output_tensor)]
         if not context.forward_only:
-            self._saved[microbatch] = (input_tensor, output_tensor)
+            self._saved[stage, microbatch] = (input_tensor, output_tensor)
             # `result` is an alias that keeps the storage: what is being sent is not freed under the send.
             schedules.deallocate_output_tensor(output_tensor, config.deallocate_pipeline_outputs)
         return result
@@ -135,39 +143,23 @@ class MegatronExecutor:
         return output_tensor.detach().clone() if self._context.forward_only else output_tensor.detach()
 
     def _backward(self, action: Action, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        context = self._context
-        input_tensor, output_tensor = self._saved.pop(action.microbatch)
-        self._backwards += 1
-        if self._backwards == context.num_microbatches and (context.config.grad_sync_func is None or context.is_first_stage):
-            self._enable_grad_sync()
+        input_tensor, output_tensor = self._saved.pop((action.stage, action.microbatch))
+        chunk = self._context.placement.chunk_of(action.stage)
+        self._sync.before_backward(chunk)
         if tensors and tensors[0] is None:
-            return [None]  # nothing downstream depends on this output, so nothing upstream does through this stage
-        gradient = tensors[0] if tensors else None
-        return [schedules.backward_step(input_tensor, output_tensor, gradient, context.config)]
-
-    # ------------------------------------------------------------------ gradient synchronisation of data parallelism
-    def _disable_grad_sync(self) -> None:
-        no_sync = self._context.config.no_sync_func or contextlib.nullcontext
-        self._no_sync = no_sync()
-        self._no_sync.__enter__()
-
-    def _enable_grad_sync(self) -> None:
-        if self._no_sync is not None:
-            self._no_sync.__exit__(None, None, None)
-            self._no_sync = None
+            gradient = None  # nothing downstream depends on this output, so nothing upstream does through this stage
+        else:
+            gradient = schedules.backward_step(input_tensor, output_tensor, tensors[0] if tensors else None, self._context.config)
+        self._sync.after_backward(chunk)
+        return [gradient]
 
     def finish(self) -> None:
-        """After the last action: reductions that were kept for the end start now (invariant 7: one fixed order)."""
-        if self._no_sync is None:
-            return
-        context = self._context
-        self._enable_grad_sync()
-        if not context.forward_only and context.config.grad_sync_func is not None:
-            context.config.grad_sync_func(context.model.parameters())
+        """After the last action: reductions that were kept for the end start now."""
+        self._sync.finish()
 
     def abandon(self) -> None:
-        """After a failure: leave `no_sync` as Megatron expects to find it."""
-        self._enable_grad_sync()
+        """After a failure: leave the model as Megatron expects to find it."""
+        self._sync.abandon()
         self._saved.clear()
 
 

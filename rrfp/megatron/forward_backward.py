@@ -1,4 +1,4 @@
-"""The drop-in for Megatron's `forward_backward_pipelining_without_interleaving`."""
+"""The drop-in for Megatron's pipeline schedules, with one or several chunks per rank."""
 
 import dataclasses
 import functools
@@ -22,15 +22,18 @@ from rrfp.policy import Policy
 from rrfp.scheduler.arbiter import Scheduler
 
 
-def make_forward_backward(options: Options, *, original: Callable) -> Callable:
-    """A function with the contract of Megatron's non-interleaved 1F1B (`schedules.forward_backward_pipelining_without_interleaving`).
+def make_forward_backward(options: Options, *, original: Callable, interleaved: bool = False) -> Callable:
+    """A function with the contract of Megatron's 1F1B (`schedules.forward_backward_pipelining_without_interleaving`).
 
     It returns what Megatron's returns: on the last stage one entry per microbatch, in microbatch order; elsewhere `[]`.
     `original` runs what is delegated, after one line that says why.
+
+    interleaved: the contract of `forward_backward_pipelining_with_interleaving`: several chunks per rank. Any number of microbatches
+        runs; Megatron's own refuses some (a remainder of M by the pipeline's size).
     """
 
     @functools.wraps(original)
-    def forward_backward_pipelining_without_interleaving(
+    def forward_backward(
         *,
         forward_step_func,
         data_iterator,
@@ -47,10 +50,9 @@ def make_forward_backward(options: Options, *, original: Callable) -> Callable:
         pg_collection=None,
         force_all_reduce: bool | None = False,
     ):
-        chunk = _single(model, "model")
-        config = get_model_config(chunk)
-        if config.overlap_p2p_comm:
-            raise ValueError("Non-interleaved pipeline parallelism does not support overlapping p2p communication")
+        models, iterators = _chunks(model, data_iterator, interleaved=interleaved)
+        config = get_model_config(models[0])
+        _check_p2p(config, interleaved=interleaved)
         reason = delegation(config) or _delegated_call(adjust_tensor_shapes_fn, p2p_communicator, pg_collection)
         if reason is not None:
             _say_once(f"[rrfp] Megatron's own schedule runs this job: {reason}")
@@ -60,29 +62,28 @@ def make_forward_backward(options: Options, *, original: Callable) -> Callable:
                 collect_non_loss_data=collect_non_loss_data, first_val_step=first_val_step, adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
                 p2p_communicator=p2p_communicator, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
         check_call(config, order=options.order)
-        check_call(getattr(chunk, "ddp_config", None), order=options.order)  # FSDP is named there
+        check_call(getattr(models[0], "ddp_config", None), order=options.order)  # FSDP is named there
         groups, pp_group = _groups(p2p_communicator, pg_collection)
         _check_groups(groups)
-        runtime = runtime_for(options, pp_group)
-        iterator = _single(data_iterator, "data_iterator") if isinstance(data_iterator, list) else data_iterator
+        runtime = runtime_for(options, pp_group, chunks=len(models))
         finalize = config.finalize_model_grads_func is not None and not forward_only
         last_stage = runtime.rank == runtime.placement.ranks - 1
-        embedding = schedules.clear_embedding_activation_buffer(config, chunk, last_stage) if finalize else None
+        embedding = schedules.clear_embedding_activation_buffer(config, model, last_stage) if finalize else None
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
 
         context = StepContext(
             forward_step_func=forward_step_func,
             # In microbatch order the k-th forward is microbatch k, as Megatron has it: the iterator itself, whatever a step does with it.
-            data_iterator=MicrobatchIterator(iterator) if iterator is not None and options.order == "free" else iterator,
-            model=chunk,
+            data_iterators=[MicrobatchIterator(one) if one is not None and options.order == "free" else one for one in iterators],
+            models=models,
             config=config,
             num_microbatches=num_microbatches,
             forward_only=forward_only,
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
-            is_first_stage=runtime.rank == 0,
-            is_last_stage=last_stage,
+            rank=runtime.rank,
+            placement=runtime.placement,
             cp_size=groups.cp.size(),
             max_in_flight=options.policy.limits(runtime.placement, num_microbatches)[runtime.rank],
             call=runtime.engine.call + 1,
@@ -93,7 +94,7 @@ def make_forward_backward(options: Options, *, original: Callable) -> Callable:
         if finalize:
             schedules.finish_embedding_wgrad_compute(config, embedding, last_stage, groups.tp)
             config.finalize_model_grads_func(
-                [chunk],
+                models,
                 context.total_num_tokens if config.calculate_per_token_loss else None,
                 pg_collection=groups,
                 force_all_reduce=force_all_reduce,
@@ -103,7 +104,7 @@ def make_forward_backward(options: Options, *, original: Callable) -> Callable:
             config.timers("forward-backward").stop()
         return [entry for microbatch in range(num_microbatches) for entry in context.losses.get(microbatch, ())]
 
-    return forward_backward_pipelining_without_interleaving
+    return forward_backward
 
 
 def _run(runtime: Runtime, options: Options, context: StepContext, pp_group) -> None:
@@ -116,7 +117,7 @@ def _run(runtime: Runtime, options: Options, context: StepContext, pp_group) -> 
     if padding is not None:
         padding.begin(context.call, context.num_microbatches)
     executor = MegatronExecutor(context, release=runtime.transport.release, padding=padding,
-                                before_forward=number_results if free and context.is_last_stage else None)
+                                before_forward=number_results if free else None)
     try:
         runtime.engine.run(scheduler, executor, announce=policy.announces, forward_only=context.forward_only,
                            microbatches=context.num_microbatches)
@@ -157,11 +158,23 @@ def _say_limits(runtime: Runtime, policy: Policy, microbatches: int) -> None:
             f"with {microbatches} microbatches: {own} (Megatron's 1F1B: {theirs})")
 
 
-def refuse_interleaving(*args, **kwargs):
-    """What `forward_backward_pipelining_with_interleaving` becomes."""
-    raise ConfigurationError(
-        "--pipeline-schedule rrfp with --num-layers-per-virtual-pipeline-stage: several chunks per rank aren't supported yet; "
-        "use --pipeline-schedule 1f1b")
+def _chunks(model, data_iterator, *, interleaved: bool) -> tuple[list, list]:
+    """The rank's chunks and their iterators. Raises AssertionError as Megatron's schedules do."""
+    if interleaved:
+        assert isinstance(model, list), "interleaved pipeline parallelism expected model chunking"
+        assert all(isinstance(chunk, torch.nn.Module) for chunk in model), "invalid model chunking"
+        assert isinstance(data_iterator, list), "interleaved pipeline parallelism expected each model chunk to have a data iterator"
+        return model, data_iterator
+    iterator = _single(data_iterator, "data_iterator") if isinstance(data_iterator, list) else data_iterator
+    return [_single(model, "model")], [iterator]
+
+
+def _check_p2p(config, *, interleaved: bool) -> None:
+    """Raises ValueError where Megatron's schedules do; otherwise how Megatron's messages would travel doesn't matter here."""
+    if interleaved and config.overlap_p2p_comm and config.batch_p2p_comm:
+        raise ValueError("Can not use both overlap_p2p_comm and batch_p2p_comm")
+    if not interleaved and config.overlap_p2p_comm:
+        raise ValueError("Non-interleaved pipeline parallelism does not support overlapping p2p communication")
 
 
 def _single(value, name: str):

@@ -46,16 +46,17 @@ class Runtime:
         options: the user's.
         global_ranks: the ranks of the pipeline group, in pipeline order.
         rank: this process' place in it.
+        chunks: how many it owns.
         store: the job's key-value store, as `torch.distributed`'s.
 
     Raises:
         PipelineError: some rank did not come in time; names it.
     """
 
-    def __init__(self, options: Options, *, global_ranks: list[int], rank: int, store):
+    def __init__(self, options: Options, *, global_ranks: list[int], rank: int, store, chunks: int = 1):
         self.options = options
         self.rank = rank
-        self.placement = Placement.looped(len(global_ranks))
+        self.placement = Placement.looped(len(global_ranks), chunks)
         self.padding = make_padding(options, stages=self.placement.stages)
         self.recorder = make_recorder(options, global_ranks=global_ranks, rank=rank, placement=self.placement)
         self.scalars = Scalars(rank=rank, ranks=len(global_ranks), store=store)
@@ -171,20 +172,20 @@ def make_recorder(options: Options, *, global_ranks: list[int], rank: int, place
     return Recorder(rank=rank, stages=placement.stages_of(rank), directory=directory, ranks=placement.ranks, nvtx=options.nvtx, mode=mode)
 
 
-_runtimes: dict[tuple[int, ...], Runtime] = {}
-_openings: dict[tuple[int, ...], int] = {}
+_runtimes: dict[tuple[tuple[int, ...], int], Runtime] = {}
+_openings: dict[tuple[tuple[int, ...], int], int] = {}
 
 
-def runtime_for(options: Options, pp_group: "torch.distributed.ProcessGroup") -> Runtime:
-    """The runtime of this pipeline group, connected at first use. The same ranks get the same runtime again."""
+def runtime_for(options: Options, pp_group: "torch.distributed.ProcessGroup", *, chunks: int = 1) -> Runtime:
+    """The runtime of this pipeline group, connected at first use. The same ranks and chunks get the same runtime again."""
     ranks = torch.distributed.get_process_group_ranks(pp_group)
-    key = tuple(ranks)
+    key = (tuple(ranks), chunks)
     if key not in _runtimes:
         # Every opening has keys of its own: what an earlier one left in the store must not be taken for this one's.
         _openings[key] = _openings.get(key, 0) + 1
-        prefix = f"rrfp/{'-'.join(map(str, ranks))}/{_openings[key]}"
+        prefix = f"rrfp/{'-'.join(map(str, ranks))}/{chunks}/{_openings[key]}"
         store = torch.distributed.PrefixStore(prefix, torch.distributed.distributed_c10d._get_default_store())
-        _runtimes[key] = Runtime(options, global_ranks=ranks, rank=pp_group.rank(), store=store)
+        _runtimes[key] = Runtime(options, global_ranks=ranks, rank=pp_group.rank(), store=store, chunks=chunks)
         _hook_exit()
     return _runtimes[key]
 

@@ -17,11 +17,13 @@ HERE = Path(__file__).parent
 class Group:
     """`ranks` processes with Megatron's model parallelism initialised at PP = `pipeline` (default: all ranks).
 
+    layout: more arguments of `parallel_state.initialize_model_parallel` (tensor_model_parallel_size, ...).
+
     Use as a context manager; `run(job, **arguments)` returns every rank's result, and raises AssertionError with the first rank's
     traceback if the job failed. Every wait has a deadline.
     """
 
-    def __init__(self, ranks: int, *, pipeline: int | None = None):
+    def __init__(self, ranks: int, *, pipeline: int | None = None, **layout):
         self.ranks = ranks
         self._directory = tempfile.TemporaryDirectory(prefix="rrfp-group-")
         self._folder = Path(self._directory.name)
@@ -37,7 +39,7 @@ class Group:
         for rank in range(ranks):
             ours, theirs = multiprocessing.Pipe()
             self._pipes.append(ours)
-            settings = {"folder": str(self._folder), "pipeline": pipeline or ranks, "pipe": theirs.fileno()}
+            settings = {"folder": str(self._folder), "pipeline": pipeline or ranks, "layout": layout, "pipe": theirs.fileno()}
             log = open(self._folder / f"log{rank}.txt", "w")
             with log:
                 self._processes.append(

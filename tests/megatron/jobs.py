@@ -28,6 +28,7 @@ from rrfp.megatron.options import Options  # noqa: E402
 from rrfp.scheduler.sizes import feed_by_size  # noqa: E402
 
 OWN = schedules.forward_backward_pipelining_without_interleaving
+OWN_INTERLEAVED = schedules.forward_backward_pipelining_with_interleaving
 JOBS = {}
 
 
@@ -80,8 +81,14 @@ def model_for(**settings):
 
 
 def schedule(**options):
-    """Our schedule with these options, and the count of calls that our engine ran."""
-    return make_forward_backward(Options(timeout=60.0, **options), original=OWN)
+    """Our schedule with these options."""
+    interleaved = own() is OWN_INTERLEAVED
+    return make_forward_backward(Options(timeout=60.0, **options), original=own(), interleaved=interleaved)
+
+
+def own():
+    """Megatron's own schedule for this layout."""
+    return OWN if parallel_state.get_virtual_pipeline_model_parallel_world_size() is None else OWN_INTERLEAVED
 
 
 _references = {}
@@ -93,7 +100,7 @@ def reference(microbatches, *, steps=3, **settings):
     if key not in _references:
         model, optimizer, state = model_for(**settings)
         state.restore()
-        _references[key] = gpt.train(OWN, model, optimizer, microbatches, steps=steps)
+        _references[key] = gpt.train(own(), model, optimizer, microbatches, steps=steps)
     return _references[key]
 
 
@@ -525,7 +532,7 @@ def main():
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=int(os.environ["WORLD_SIZE"])
     )
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=settings["pipeline"])
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=settings["pipeline"], **settings["layout"])
     pipe = Connection(settings["pipe"])
     while pipe.poll(600):
         try:

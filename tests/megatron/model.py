@@ -6,6 +6,7 @@ import pydoc_data.topics
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -16,10 +17,18 @@ TEXT = "".join(pydoc_data.topics.topics.values()).encode("utf-8", "replace")
 
 
 def build(
-    *, dropout: float = 0.1, recompute: bool = False, dtype=torch.float32, overlap: bool = False, layers: int = LAYERS, **config
+    *, dropout: float = 0.1, recompute: bool = False, dtype=torch.float32, overlap: bool = False, layers: int = LAYERS, experts: int = 0,
+    distributed: bool = False, gather: bool = False, tied: bool = True, attention=None, **config
 ):
-    """(model in DDP, optimizer). The same weights whatever the number of stages: every parameter is seeded by its global name."""
+    """(model, optimizer): the model in DDP, or a `ModuleList` of the rank's chunks in DDP.
+
+    The same weights whatever the number of stages: every parameter is seeded by its global name.
+
+    experts: MoE layers of so many experts with an auxiliary loss, or 0. distributed: the distributed optimizer. gather: it overlaps its
+    gathers with the forwards. attention: another core attention's module.
+    """
     seed_generators()
+    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     settings = TransformerConfig(
         num_layers=layers,
         hidden_size=HIDDEN,
@@ -31,7 +40,11 @@ def build(
         fp16=dtype == torch.float16,
         hidden_dropout=dropout,
         attention_dropout=dropout,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        virtual_pipeline_model_parallel_size=chunks,
         deallocate_pipeline_outputs=True,
         attention_softmax_in_fp32=True,
         gradient_accumulation_fusion=False,
@@ -40,32 +53,30 @@ def build(
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         apply_rope_fusion=False,
+        # Batched messages between two ranks that are each other's neighbour on both sides are matched in order by gloo: wrong ones.
+        **({"overlap_p2p_comm": True, "batch_p2p_comm": False} if chunks else {}),
+        **({"num_moe_experts": experts, "moe_router_topk": 2, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01,
+            "moe_token_dispatcher_type": "alltoall", "moe_ffn_hidden_size": HIDDEN, "add_bias_linear": False} if experts else {}),
         **({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} if recompute else {}),
         **config,
     )
-    model = GPTModel(
-        config=settings,
-        transformer_layer_spec=get_gpt_layer_local_spec(),
-        vocab_size=256,
-        max_sequence_length=SEQUENCE,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=True,
-    )
-    if dtype != torch.float32:
-        from megatron.core.transformer.module import Float16Module
-
-        model = Float16Module(settings, model)
     ddp = DistributedDataParallelConfig(
-        overlap_grad_reduce=overlap, grad_reduce_in_fp32=dtype != torch.float32, bucket_size=2000 if overlap else None
-    )
-    model = DistributedDataParallel(settings, ddp, model)
+        overlap_grad_reduce=overlap or gather, overlap_param_gather=gather, use_distributed_optimizer=distributed,
+        grad_reduce_in_fp32=dtype != torch.float32, bucket_size=2000 if overlap or gather else None)
+    models = [DistributedDataParallel(settings, ddp, chunk, disable_bucketing=vp_stage not in (None, 0))
+              for vp_stage, chunk in _chunks(settings, chunks, experts, dtype, tied, attention)]
     settings.finalize_model_grads_func = finalize_model_grads
-    settings.no_sync_func = model.no_sync
+    several = len(models) > 1
+    settings.no_sync_func = [chunk.no_sync for chunk in models] if several else models[0].no_sync
+    model = torch.nn.ModuleList(models) if several else models[0]
+    model.config = settings
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
-            generator = torch.Generator().manual_seed(int(hashlib.sha256(global_name(name).encode()).hexdigest()[:8], 16))
+            # Shards of a tensor differ between the ranks that share it.
+            place = [parallel_state.get_tensor_model_parallel_rank() if getattr(parameter, "tensor_model_parallel", False) else 0,
+                     0 if getattr(parameter, "allreduce", True) else parallel_state.get_expert_model_parallel_rank()]
+            key = global_name(name, layers=layers) + (f"/{place}" if any(place) else "")
+            generator = torch.Generator().manual_seed(int(hashlib.sha256(key.encode()).hexdigest()[:8], 16))
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -75,24 +86,55 @@ def build(
             fp16=settings.fp16,
             params_dtype=dtype,
             clip_grad=1.0,
+            use_distributed_optimizer=distributed,
+            overlap_param_gather=gather,
             **({"initial_loss_scale": 2.0**20, "min_loss_scale": 1.0, "hysteresis": 1} if settings.fp16 else {}),
         ),
-        [model],
+        models,
     )
     settings.grad_scale_func = optimizer.scale_loss
     return model, optimizer
 
 
-def global_name(name: str) -> str:
+def _chunks(settings, chunks, experts, dtype, tied, attention):
+    """(vp_stage, module) of every chunk of this rank."""
+    specification = get_gpt_layer_local_spec(num_experts=experts or None)
+    if attention is not None:
+        specification.submodules.self_attention.submodules.core_attention = attention
+    for vp_stage in [None] if chunks is None else range(chunks):
+        at = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
+        chunk = GPTModel(
+            config=settings,
+            transformer_layer_spec=specification,
+            vocab_size=256,
+            max_sequence_length=SEQUENCE,
+            pre_process=parallel_state.is_pipeline_first_stage(**at),
+            post_process=parallel_state.is_pipeline_last_stage(**at),
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=tied,
+            vp_stage=vp_stage,
+        )
+        if dtype != torch.float32:
+            from megatron.core.transformer.module import Float16Module
+
+            chunk = Float16Module(settings, chunk)
+        chunk.model_type = ModelType.encoder_or_decoder
+        yield vp_stage, chunk
+
+
+def global_name(name: str, *, layers: int = LAYERS) -> str:
     """A parameter's name with its layer counted over the whole model; the output weight is the embedding it is tied to."""
+    chunk, dot, rest = name.partition(".")
+    chunk, name = (int(chunk), rest) if chunk.isdecimal() else (0, name)
     name = name.removeprefix("module.").removeprefix("module.")
     if name == "output_layer.weight":
         return "embedding.word_embeddings.weight"
     parts = name.split(".")
     if "layers" in parts:
         index = parts.index("layers") + 1
-        per_stage = LAYERS // parallel_state.get_pipeline_model_parallel_world_size()
-        parts[index] = str(int(parts[index]) + per_stage * parallel_state.get_pipeline_model_parallel_rank())
+        ranks = parallel_state.get_pipeline_model_parallel_world_size()
+        per_stage = layers // (ranks * (parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1))
+        parts[index] = str(int(parts[index]) + per_stage * (chunk * ranks + parallel_state.get_pipeline_model_parallel_rank()))
     return ".".join(parts)
 
 
@@ -147,20 +189,38 @@ def forward_step(data_iterator, model):
     return output, loss_func
 
 
+def named(model):
+    """Its parameters by global name."""
+    return [(global_name(name, layers=model.config.num_layers), parameter) for name, parameter in model.named_parameters()]
+
+
+def iterators():
+    """This replica's data: an iterator, or one per chunk where the rank has several and the chunk is at an end of the pipeline."""
+    start = 1000 * parallel_state.get_data_parallel_rank()
+    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    if chunks is None:
+        return batches(start)
+    ends = [{"ignore_virtual": False, "vp_stage": chunk} for chunk in range(chunks)]
+    return [batches(start) if parallel_state.is_pipeline_first_stage(**at) or parallel_state.is_pipeline_last_stage(**at) else None
+            for at in ends]
+
+
 def step(
     schedule, model, optimizer, iterator, microbatches: int, *, forward_only: bool = False, update: bool = True, **keywords
 ) -> dict:
     """One iteration. Returns losses (per microbatch, last stage) and every gradient, before the optimizer's step."""
+    models = list(model) if isinstance(model, torch.nn.ModuleList) else [model]
     if not forward_only:
-        model.zero_grad_buffer()
+        for chunk in models:
+            chunk.zero_grad_buffer()
         if optimizer is not None:
             optimizer.zero_grad()
     ends = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
     with torch.no_grad() if forward_only else torch.enable_grad():
         stored = schedule(
             forward_step_func=keywords.pop("forward_step_func", forward_step),
-            data_iterator=iterator if ends else None,
-            model=[model],
+            data_iterator=iterator if isinstance(iterator, list) or ends else None,
+            model=models,
             num_microbatches=microbatches,
             seq_length=SEQUENCE,
             micro_batch_size=BATCH,
@@ -170,7 +230,7 @@ def step(
         )
     result = {"losses": [entry["lm loss"].clone() for entry in stored], "indices": [entry["index"] for entry in stored]}
     if not forward_only:
-        result["gradients"] = {global_name(name): p.main_grad.clone() for name, p in model.named_parameters()}
+        result["gradients"] = {name: p.main_grad.clone() for name, p in named(model)}
         if update:
             result["updated"], norm, _ = optimizer.step()
             result["norm"] = norm
@@ -179,9 +239,9 @@ def step(
 
 def train(schedule, model, optimizer, microbatches: int, *, steps: int = 3, **keywords) -> list[dict]:
     """`steps` iterations from where the model is; then the weights, as a last entry."""
-    iterator = batches(0)
+    iterator = iterators()
     results = [step(schedule, model, optimizer, iterator, microbatches, **dict(keywords)) for _ in range(steps)]
-    results.append({"weights": {global_name(name): p.detach().clone() for name, p in model.named_parameters()}})
+    results.append({"weights": {name: p.detach().clone() for name, p in named(model)}})
     return results
 
 
