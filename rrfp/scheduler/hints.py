@@ -222,6 +222,11 @@ class Strict(_Listed):
 
     strict = True
 
+    @property
+    def due(self) -> Sequence[Action]:
+        """Actions of the group that is next, less those launched."""
+        return self._left
+
     def bind(self, scheduler):
         super().bind(scheduler)
         self._at = 0
