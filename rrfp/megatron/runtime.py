@@ -9,18 +9,22 @@ import functools
 import os
 import resource
 import sys
+import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from rrfp.comm.rendezvous import Fact, compare
 from rrfp.comm.transport import Departure, Failure
 from rrfp.comm.zmq_transport import ZmqTransport
-from rrfp.engine.failure import FailureLatch
-from rrfp.engine.loop import Engine
+from rrfp.engine.failure import FailureLatch, describe
+from rrfp.engine.loop import FIRST_CALL, Engine
 from rrfp.engine.watchdog import Watcher, write_report
-from rrfp.errors import PipelineError
+from rrfp.errors import ConfigurationError, PipelineError
+from rrfp.megatron.facts import job_facts
 from rrfp.megatron.options import Options
 from rrfp.megatron.padding import Emulation, Injection
 from rrfp.megatron.scalars import Scalars
@@ -49,6 +53,7 @@ class Runtime:
         store: the job's key-value store, as `torch.distributed`'s.
 
     Raises:
+        ConfigurationError: on every rank, if two disagree on a version, a flag or the size of the job.
         PipelineError: some rank did not come in time; names it.
     """
 
@@ -60,8 +65,8 @@ class Runtime:
         self.recorder = make_recorder(options, global_ranks=global_ranks, rank=rank, placement=self.placement)
         self.scalars = Scalars(rank=rank, ranks=len(global_ranks), store=store)
         self.durations: dict[str, float] = {}
-        self.agreed: set = set()
-        """Policies and numbers of microbatches that all ranks are known to read alike."""
+        self._store = store
+        self._met = False
         self._global_ranks = global_ranks
         self._departed: set[int] = set()
         self._pid = os.getpid()
@@ -90,6 +95,8 @@ class Runtime:
         )
         _many_descriptors()
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
+        facts = job_facts(options, world_size=torch.distributed.get_world_size(), pipeline_size=len(global_ranks))
+        compare(store, "facts", "hello", global_ranks[rank], global_ranks, facts, until=time.monotonic() + OPEN_DEADLINE)
         self.transport.open(self._post, deadline=OPEN_DEADLINE)
         self.watcher = Watcher(self.engine, departed=self._departed, report=self._report)
 
@@ -97,6 +104,37 @@ class Runtime:
         """A pipeline rank as errors call it: by its stages and its rank in the whole job."""
         stages = self.placement.stages_of(rank)
         return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))} (rank {self._global_ranks[rank]})"
+
+    @property
+    def met(self) -> bool:
+        """Whether all ranks have entered the first call, and agree on what it is."""
+        return self._met
+
+    def meet(self, facts: Mapping[str, Fact]) -> None:
+        """In the first call, before its first action: wait for all ranks, and compare.
+
+        Raises:
+            ConfigurationError: on every rank, if two disagree. The pipeline is closed then; the next call connects anew.
+            PipelineError: a rank was lost meanwhile, or has not come; names it.
+        """
+        until = time.monotonic() + FIRST_CALL * self.engine.timeout
+        try:
+            compare(self._store, "facts", "first call", self._global_ranks[self.rank], self._global_ranks, facts, until=until,
+                    look=self.engine.latch.raise_if_set, explain=self._absent)
+        except ConfigurationError:
+            self.discard()
+            raise
+        self._met = True
+
+    def _absent(self, missing: list[int], seconds: float) -> str:
+        """Latches and tells that ranks of the job have not entered the first call. All that wait see the same, and say it alike."""
+        others = f", nor has {' or '.join(self.name(self._global_ranks.index(rank)) for rank in missing[1:])}" if missing[1:] else ""
+        text = (f"has not entered this call within {seconds:.0f} s{others}, and is not known to be lost: it is elsewhere, for example in "
+                "its data loader")
+        failure = Failure(self._global_ranks.index(missing[0]), "call 0", text)
+        if self.engine.latch.set(failure):
+            self.transport.abort(failure)
+        return describe(self.engine.latch.failure, self.name)
 
     def _post(self, event) -> None:
         if type(event) is Departure:
@@ -139,6 +177,11 @@ class Runtime:
         self.recorder.close()
         if self.padding is not None:
             print(f"[rrfp] rank {self.rank}: {self.padding.summary()}", flush=True)
+
+    def discard(self) -> None:
+        """Close, and let the next call of the schedule connect anew: for what every rank refuses alike before the first action."""
+        self.close()
+        _runtimes.pop(tuple(self._global_ranks), None)
 
 
 def _many_descriptors() -> None:
