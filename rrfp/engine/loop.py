@@ -52,7 +52,7 @@ class Engine:
         rank: this rank in the pipeline.
         owner: which rank owns a stage (to name ranks in errors).
         transport: whoever opens it gives it `post`.
-        agreement: this member's end of its domain's agreement; whoever opens it gives it `wake`.
+        agreement: this member's end of its domain's agreement; whoever opens it gives it `wake` and `hear`.
         recorder: a trace recorder.
         clock: seconds; `time.monotonic` unless time is virtual.
         timeout: seconds without progress inside a call after which the call fails (three times that in the first call).
@@ -95,9 +95,15 @@ class Engine:
 
     def post(self, event) -> None:
         """Hand the loop an event. From any thread; never blocks."""
-        if type(event) is Failure:
-            self.latch.set(event)
+        if type(event) is Failure and self.latch.set(event):
+            self._agreement.abort(event)  # the transport floods what it heard itself
         self._inbox.put(event)
+
+    def hear(self, failure: Failure) -> None:
+        """A member of the domain failed or was lost. From any thread; never blocks."""
+        if self.latch.set(failure):
+            self.transport.abort(failure)
+        self._inbox.put(failure)
 
     def wake(self) -> None:
         """There is news that no event carries. From any thread; never blocks."""
@@ -338,8 +344,13 @@ class Engine:
         failure = Failure(self.rank, where, text, "".join(traceback.format_exception(error)))
         first = self.latch.set(failure)
         if first:
-            self.transport.abort(failure)
+            self.abort(failure)
         return first
+
+    def abort(self, failure: Failure) -> None:
+        """Tell the neighbours in the pipeline and the members of the domain. From any thread; whoever knows it ignores it."""
+        self.transport.abort(failure)
+        self._agreement.abort(failure)
 
     def view(self) -> dict:
         """What this rank knows of its call, as JSON has it: docs/hang.md names the fields. Ranks are the pipeline's, times seconds.

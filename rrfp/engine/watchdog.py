@@ -113,7 +113,7 @@ class Watcher:
         details = f"{hang}\n{stacks()}" if own else hang
         if engine.latch.set(failure):
             self._details = details
-            engine.transport.abort(failure._replace(traceback=details) if own else failure)
+            engine.abort(failure._replace(traceback=details) if own else failure)
 
     def _tell(self, latch: FailureLatch) -> None:
         engine, failure = self._engine, latch.failure

@@ -133,7 +133,7 @@ class Runtime:
                 "its data loader")
         failure = Failure(self._global_ranks.index(missing[0]), "call 0", text)
         if self.engine.latch.set(failure):
-            self.transport.abort(failure)
+            self.engine.abort(failure)
         return describe(self.engine.latch.failure, self.name)
 
     def _post(self, event) -> None:
@@ -157,7 +157,7 @@ class Runtime:
                 text += f" (after {', '.join(map(self.name, sorted(self._departed)))} had left)"
             failure = Failure(self.rank, "outside the schedule", text, "".join(traceback.format_exception(error)))
             if latch.set(failure):
-                self.transport.abort(failure)
+                self.engine.abort(failure)
         self.watcher.told.wait(SETTLE)
 
     def close(self, *, exiting: bool = False) -> None:
