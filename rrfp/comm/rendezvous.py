@@ -149,6 +149,11 @@ def host_identity() -> str:
         return f"unknown:{os.urandom(16).hex()}"
 
 
+def network_of(host: str) -> str:
+    """The part of a `host_identity` that tells network stacks apart: a loopback address leads nowhere else."""
+    return host.rpartition(":")[0]
+
+
 def started_at(pid: int) -> int:
     """Start time of a process in clock ticks since boot: tells a process from a later one with the same id. 0 if it is gone."""
     try:
@@ -188,7 +193,7 @@ def own_address(interface: str | None) -> str:
 
 
 def check_match(rank: int, mine: dict, peer: int, theirs: dict, owner: Callable[[int], int]) -> None:
-    """Both ends must list the same edges between them, and the same lanes and limit. Raises ConfigurationError."""
+    """Both ends must list the same edges between them, and the same lanes, credits and limit. Raises ConfigurationError."""
 
     def between(edges, a, b):
         return sorted(tuple(edge) for edge in edges if owner(edge[0]) == a and owner(edge[1]) == b)
@@ -197,6 +202,7 @@ def check_match(rank: int, mine: dict, peer: int, theirs: dict, owner: Callable[
         ("edges", between(mine["out"], rank, peer), between(theirs["in"], rank, peer)),
         ("edges", between(mine["in"], peer, rank), between(theirs["out"], peer, rank)),
         ("lanes", mine["lanes"], theirs["lanes"]),
+        ("credits", mine["credits"], theirs["credits"]),
         ("max_message_bytes", mine["max_message_bytes"], theirs["max_message_bytes"]),
     ]:
         if here != there:

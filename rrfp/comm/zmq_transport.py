@@ -9,7 +9,6 @@ the other way round.
 Errors. The first failure is latched, posted, and told to every neighbour, who does the same; later ones are dropped.
 """
 
-import json
 import os
 import threading
 import time
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from rrfp.action import Edge, parse_edge
+from rrfp.action import Edge
 from rrfp.comm import rendezvous
 from rrfp.comm.inbound import Inlet
 from rrfp.comm.links import Links, Peer, Settings, open_links
@@ -33,16 +32,19 @@ from rrfp.comm.message import (
     decode_credit,
     decode_duration,
     decode_failure,
+    decode_farewell,
     encode,
     encode_credit,
     encode_duration,
     encode_failure,
+    encode_farewell,
 )
 from rrfp.comm.outbound import Job, Outlet, Sender
 from rrfp.comm.transport import Announcement, Arrival, Departure, Event, Failure, Payload
 from rrfp.comm.window import CallWindow
 from rrfp.errors import PipelineError
 
+LAST_WORDS = 1000  # control messages that are read before a dead peer is called lost, however much the others say
 _AFTER_FAILURE_S = 1.0  # when things went wrong, so long we wait for others' answers to our goodbye
 
 
@@ -150,11 +152,11 @@ class ZmqTransport:
         peers = self._links.peers.values()
         with self._changed:
             self._changed.wait_for(
-                lambda: self._failure is not None or all(peer.hello for peer in peers), max(0.0, until - time.monotonic())
+                lambda: self._failure is not None or all(peer.met for peer in peers), max(0.0, until - time.monotonic())
             )
             if self._failure is not None:
                 raise PipelineError(f"start-up failed at rank {self._failure.rank}, {self._failure.where}: {self._failure.text}")
-            silent = sorted(rank for rank, peer in self._links.peers.items() if not peer.hello)
+            silent = sorted(rank for rank, peer in self._links.peers.items() if not peer.met)
         if silent:
             raise PipelineError(f"ranks {', '.join(map(str, silent))} did not say hello in time: raise the start-up deadline")
 
@@ -163,6 +165,8 @@ class ZmqTransport:
     def begin(self, call: int) -> None:
         self._check_process()
         with self._lock:
+            for inlet in self._links.inlets.values():
+                inlet.begin(call)
             if (stray := self._window.begin(call, self._post)) is not None:
                 self._fail(Failure(self._rank, str(stray[0].edge), stray[1]))
 
@@ -239,8 +243,8 @@ class ZmqTransport:
         for peer in self._links.peers.values():
             if peer.answered or peer.lost:
                 continue
-            sent = {str(edge): outlet.sent for edge, outlet in self._links.outlets.items() if outlet.peer == peer.rank}
-            self._tell(peer.rank, Header(Kind.BYE), json.dumps(sent).encode())
+            sent = {edge: outlet.sent for edge, outlet in self._links.outlets.items() if outlet.peer == peer.rank}
+            self._tell(peer.rank, Header(Kind.BYE), encode_farewell(sent))
         if self._failure is not None:
             until = min(until, time.monotonic() + _AFTER_FAILURE_S)
         with self._changed:
@@ -353,7 +357,9 @@ class ZmqTransport:
                     self._changed.notify_all()
             case Kind.CREDIT:
                 fd, nonce = decode_credit(body)
-                self._sender.put(self._end(self._links.outlets, header, peer), Grant(header.slot, header.nbytes, fd, nonce))
+                outlet = self._end(self._links.outlets, header, peer)
+                outlet.grant()
+                self._sender.put(outlet, Grant(header.slot, header.nbytes, fd, nonce))
             case Kind.NEED:
                 inlet = self._end(self._links.inlets, header, peer)
                 with self._lock:
@@ -362,14 +368,25 @@ class ZmqTransport:
                     buffer = inlet.replace(header.slot, header.nbytes)
                 self._credit(inlet, buffer)
             case Kind.ANNOUNCE:
-                edge = self._end(self._links.inlets, header, peer).edge
-                event = Announcement(header.call, edge, header.microbatch, now, decode_duration(body))
+                inlet = self._end(self._links.inlets, header, peer)
+                event = Announcement(header.call, inlet.edge, header.microbatch, now, decode_duration(body))
                 with self._lock:
+                    if self._window.call is not None and header.call < self._window.call:
+                        return  # it travels beside the payloads, so that is no mistake, and of no use
+                    if wrong := self._window.wrong(header.call):
+                        raise Malformed(wrong)
+                    inlet.announce(header.call, header.microbatch)
                     self._window.deliver(event, self._post)
             case Kind.ABORT:
-                self._fail(decode_failure(body), source=peer.rank)
+                failure = decode_failure(body)
+                if failure.rank not in self._settings.owner.values():
+                    raise Malformed(f"an ABORT of rank {failure.rank}, which this pipeline has not")
+                self._fail(failure, source=peer.rank)
             case Kind.BYE:
-                self._on_bye(peer, body)
+                farewell = decode_farewell(body)
+                with self._lock:
+                    peer.farewell = farewell
+                    self._depart(peer)
             case Kind.BYE_SEEN:
                 with self._changed:
                     peer.released = True
@@ -382,15 +399,6 @@ class ZmqTransport:
         if end is None or end.peer != peer.rank:
             raise Malformed(f"a {header.kind.name} for edge {header.edge}, which it has no part in")
         return end
-
-    def _on_bye(self, peer: Peer, body: memoryview) -> None:
-        try:
-            farewell = {parse_edge(edge): int(count) for edge, count in json.loads(bytes(body)).items()}
-        except (ValueError, TypeError, AttributeError) as error:
-            raise Malformed(f"a BYE that cannot be read: {error}") from None
-        with self._lock:
-            peer.farewell = farewell
-            self._depart(peer)
 
     def _depart(self, peer: Peer) -> None:
         """A BYE may overtake payloads on their other channel: the peer has gone once all that it sent is here."""
@@ -409,7 +417,7 @@ class ZmqTransport:
     def _on_death(self, peer: Peer) -> None:
         self._loop.remove(peer.descriptor)
         try:
-            while True:  # what it said last explains its end
+            for _ in range(LAST_WORDS):  # what it said last explains its end
                 self._on_control()
         except zmq.Again:
             pass
@@ -418,7 +426,9 @@ class ZmqTransport:
     def _on_monitor(self, monitor: zmq.Socket, peer: Peer) -> None:
         event = parse_monitor_message(monitor.recv_multipart())["event"]
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            peer.connected = True
+            with self._changed:
+                peer.connected = True
+                self._changed.notify_all()
         elif peer.connected:
             self._on_loss(peer, f"the connection to rank {peer.rank} broke: it ended, or its host or network did")
 

@@ -42,7 +42,7 @@ def test_a_transport_alone_names_its_neighbour_and_leaves_nothing(tmp_path):
 def test_one_that_says_who_it_is_and_stops_is_named(tmp_path):
     store, own = FileStore(tmp_path), os.getpid()
     record = {"host": rendezvous.host_identity(), "pid": own, "started": rendezvous.started_at(own), "key": "0" * 40,
-              "in": [(0, 1)], "out": [], "lanes": 1, "max_message_bytes": 4 << 30}  # fmt: skip
+              "in": [(0, 1)], "out": [], "lanes": 1, "credits": 4, "max_message_bytes": 4 << 30}  # fmt: skip
     rendezvous.publish(store, "rrfp", "who", 1, record)
     transport = ZmqTransport(rank=0, edges_in=[], edges_out=[Edge(0, 1)], owner={0: 0, 1: 1}, store=store)
     with pytest.raises(PipelineError, match=r"rank 1 did not come within 0 s \(where\)"):
@@ -57,7 +57,7 @@ def test_a_neighbour_that_has_ended_is_named_at_once(tmp_path, started):
         child.kill()
         child.wait()
     record = {"host": rendezvous.host_identity(), "pid": child.pid, "started": started, "key": "0" * 40,
-              "in": [(0, 1)], "out": [], "lanes": 1, "max_message_bytes": 4 << 30}  # fmt: skip
+              "in": [(0, 1)], "out": [], "lanes": 1, "credits": 4, "max_message_bytes": 4 << 30}  # fmt: skip
     store = FileStore(tmp_path)
     rendezvous.publish(store, "rrfp", "who", 1, record)
     transport = ZmqTransport(rank=0, edges_in=[], edges_out=[Edge(0, 1)], owner={0: 0, 1: 1}, store=store)
@@ -69,10 +69,10 @@ def test_a_neighbour_that_has_ended_is_named_at_once(tmp_path, started):
         child.wait()
 
 
-@pytest.mark.parametrize("difference", [{"in": []}, {"out": [(1, 0)]}, {"lanes": 2}, {"max_message_bytes": 5}])
+@pytest.mark.parametrize("difference", [{"in": []}, {"out": [(1, 0)]}, {"lanes": 2}, {"credits": 5}, {"max_message_bytes": 5}])
 def test_two_ranks_that_disagree_are_refused(difference):
-    mine = {"in": [], "out": [Edge(0, 1)], "lanes": 1, "max_message_bytes": 9}
-    theirs = {"in": [[0, 1]], "out": [], "lanes": 1, "max_message_bytes": 9}
+    mine = {"in": [], "out": [Edge(0, 1)], "lanes": 1, "credits": 4, "max_message_bytes": 9}
+    theirs = {"in": [[0, 1]], "out": [], "lanes": 1, "credits": 4, "max_message_bytes": 9}
     rendezvous.check_match(0, mine, 1, theirs, {0: 0, 1: 1}.__getitem__)
     with pytest.raises(ConfigurationError, match="rank 0 and rank 1 disagree on"):
         rendezvous.check_match(0, mine, 1, theirs | difference, {0: 0, 1: 1}.__getitem__)
