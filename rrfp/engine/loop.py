@@ -27,6 +27,7 @@ FIRST_CALL = 3
 """The first call of its kind has so many times the patience: compiling or a first allocation is no hang."""
 LOOK = 1.0
 """Seconds after which a flush looks for news of its receivers."""
+_TRIES = 10
 
 
 class Completion(NamedTuple):
@@ -153,7 +154,7 @@ class Engine:
         self.in_call = self._open = True
         self.recorder.begin_call(self.call, microbatches=microbatches, forward_only=forward_only, now=now)
         self._agreement.begin(self.call)
-        self.transport.begin(self.call)
+        self.transport.begin(self.call, {"forward_only": forward_only, "microbatches": microbatches, "rows": scheduler.digest[:12]})
 
     def advance(self) -> float | None:
         """Do all that can be done without waiting.
@@ -355,9 +356,9 @@ class Engine:
     def view(self) -> dict:
         """What this rank knows of its call, as JSON has it: docs/hang.md names the fields. Ranks are the pipeline's, times seconds.
 
-        May be called from another thread while the loop runs; what it then cannot read raises RuntimeError.
+        From any thread. `next` is None before the first call, or if the loop never stood still long enough to be read.
         """
-        now, scheduler, state = self._clock(), self.scheduler, self.transport.state()
+        now, state = self._clock(), self.transport.state()
         view = {
             "rank": self.rank, "call": self.call, "in_call": self._open, "stuck": self._stuck, "idle": now - self.last_progress,
             "monotonic": now, "wall": time.time(), "patience": self.patience, "last_action": self.last_action,
@@ -366,10 +367,21 @@ class Engine:
             "calls": {str(rank): call for rank, call in state.get("calls", {}).items()},
             "departed": sorted(self._departed), "edges": {edge: dict(end) for edge, end in state.get("edges", {}).items()},
         }  # fmt: skip
-        if scheduler is None:
-            return view
-        launched = next(iter(self._launched), None)
-        view |= {
+        for _ in range(_TRIES if self.scheduler is not None else 0):
+            try:
+                return view | self._outlook(now, view["edges"])
+            except RuntimeError:  # a container changed while it was read
+                continue
+        return view
+
+    def _outlook(self, now: float, edges: dict) -> dict:
+        """The part of a view that is the call's. Adds each edge's microbatches to `edges`."""
+        scheduler, launched = self.scheduler, next(iter(self._launched), None)
+        sent = {str(edge): list(microbatches) for edge, microbatches in self._handed.items()}
+        here = {edge: [m for other, m in list(self._arrivals) if str(other) == edge] for edge in edges}
+        for edge, end in edges.items():
+            end |= {"handed": sent.get(edge, [])} if end["direction"] == "out" else {"here": here[edge]}
+        return {
             "stages": list(scheduler.dependencies.stages), "forward_only": self._forward_only, "microbatches": self._microbatches,
             "running_for": None if launched is None else now - max(launched.time, self._last_end),
             "ready": list(map(str, scheduler.admissible())), "in_flight": scheduler.in_flight, "limit": scheduler.limit,
@@ -378,13 +390,6 @@ class Engine:
             "next": [{"action": str(each.action), "microbatch": each.action.microbatch, "after": list(map(str, each.after)),
                       "lacks": list(map(str, each.messages)), "held": each.holder} for each in scheduler.pending()],
         }  # fmt: skip
-        for edge, microbatches in self._handed.items():
-            if str(edge) in view["edges"]:
-                view["edges"][str(edge)]["handed"] = list(microbatches)
-        for edge, microbatch in list(self._arrivals):
-            if str(edge) in view["edges"]:
-                view["edges"][str(edge)].setdefault("here", []).append(microbatch)
-        return view
 
     def hang_report(self) -> str:
         """`view` as text."""

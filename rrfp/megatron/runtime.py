@@ -22,11 +22,13 @@ from rrfp.comm.transport import Departure, Failure
 from rrfp.comm.zmq_transport import ZmqTransport
 from rrfp.engine.failure import FailureLatch, describe
 from rrfp.engine.loop import FIRST_CALL, Engine
-from rrfp.engine.watchdog import Watcher, write_report
+from rrfp.engine.watchdog import Watcher
 from rrfp.errors import ConfigurationError, PipelineError
 from rrfp.megatron.facts import job_facts
+from rrfp.megatron.failures import FailureReport, name_run
 from rrfp.megatron.options import Options
 from rrfp.megatron.padding import Emulation, Injection
+from rrfp.megatron.replicas import Replicas
 from rrfp.megatron.scalars import Scalars
 from rrfp.mode import mode_name
 from rrfp.placement import Placement
@@ -50,14 +52,15 @@ class Runtime:
         options: the user's.
         global_ranks: the ranks of the pipeline group, in pipeline order.
         rank: this process' place in it.
-        store: the job's key-value store, as `torch.distributed`'s.
+        store: the job's key-value store, as `torch.distributed`'s; a part of it that is this pipeline's.
+        job_store: a part that all pipelines share.
 
     Raises:
         ConfigurationError: on every rank, if two disagree on a version, a flag or the size of the job.
         PipelineError: some rank did not come in time; names it.
     """
 
-    def __init__(self, options: Options, *, global_ranks: list[int], rank: int, store):
+    def __init__(self, options: Options, *, global_ranks: list[int], rank: int, store, job_store):
         self.options = options
         self.rank = rank
         self.placement = Placement.looped(len(global_ranks))
@@ -82,7 +85,7 @@ class Runtime:
             lanes=options.lanes,
             interface=options.interface,
             delay=getattr(self.padding, "delay", None),
-            heartbeat_s=min(2.0, (options.timeout or 600.0) / 10),
+            heartbeat_s=_heartbeat(options),
         )
         self.engine = Engine(
             rank=rank,
@@ -98,7 +101,16 @@ class Runtime:
         facts = job_facts(options, world_size=torch.distributed.get_world_size(), pipeline_size=len(global_ranks))
         compare(store, "facts", "hello", global_ranks[rank], global_ranks, facts, until=time.monotonic() + OPEN_DEADLINE)
         self.transport.open(self._post, deadline=OPEN_DEADLINE)
-        self.watcher = Watcher(self.engine, departed=self._departed, report=self._report)
+        world = torch.distributed.get_world_size()
+        self._failure_report = FailureReport(
+            run=name_run(job_store), directory=options.trace, world=world, pipeline=global_ranks,
+            names=[self.name(each) for each in range(len(global_ranks))], rank=rank)
+        self.replicas = None
+        if rank == 0 and (pipelines := world // len(global_ranks)) > 1:
+            self.replicas = Replicas(pipelines=pipelines, name=self.name(rank), store=job_store, post=self._hear,
+                                     interface=options.interface, heartbeat_s=_heartbeat(options))
+        self.watcher = Watcher(self.engine, departed=self._departed, report=self._report, abort=self._tell_replicas,
+                               silences=dict if self.replicas is None else self.replicas.silences)
 
     def name(self, rank: int) -> str:
         """A pipeline rank as errors call it: by its stages and its rank in the whole job."""
@@ -141,9 +153,18 @@ class Runtime:
             self._departed.add(event.rank)
         self.engine.post(event)
 
-    def _report(self, text: str) -> str | None:
+    def _hear(self, failure: Failure) -> None:
+        """From the replicas' thread: another pipeline failed."""
+        self.engine.post(failure)
+        self.transport.abort(failure)
+
+    def _tell_replicas(self, failure: Failure) -> None:
+        if self.replicas is not None:
+            self.replicas.tell(failure, name=self.name)
+
+    def _report(self, text: str, view: dict) -> str | None:
         _record_for_torchrun(text)
-        return write_report(text, rank=self._global_ranks[self.rank], directory=self.options.trace)
+        return self._failure_report.write(text, view)
 
     def tell(self, error: BaseException) -> None:
         """`error` ends this process: tell the others, so that none waits for it. Returns when the watcher has said its own."""
@@ -169,10 +190,12 @@ class Runtime:
             return
         self._closed = True
         self.watcher.close(exiting=exiting)
-        try:
-            self.transport.close(deadline=CLOSE_DEADLINE)
-        except PipelineError as error:
-            print(f"[rrfp] {self.name(self.rank)}: {error}", file=sys.stderr, flush=True)
+        for link in (self.replicas, self.transport):
+            try:
+                if link is not None:
+                    link.close(deadline=CLOSE_DEADLINE)
+            except PipelineError as error:
+                print(f"[rrfp] {self.name(self.rank)}: {error}", file=sys.stderr, flush=True)
         self.scalars.close()
         self.recorder.close()
         if self.padding is not None:
@@ -182,6 +205,10 @@ class Runtime:
         """Close, and let the next call of the schedule connect anew: for what every rank refuses alike before the first action."""
         self.close()
         _runtimes.pop(tuple(self._global_ranks), None)
+
+
+def _heartbeat(options: Options) -> float:
+    return min(2.0, (options.timeout or 600.0) / 10)
 
 
 def _many_descriptors() -> None:
@@ -225,9 +252,9 @@ def runtime_for(options: Options, pp_group: "torch.distributed.ProcessGroup") ->
     if key not in _runtimes:
         # Every opening has keys of its own: what an earlier one left in the store must not be taken for this one's.
         _openings[key] = _openings.get(key, 0) + 1
-        prefix = f"rrfp/{'-'.join(map(str, ranks))}/{_openings[key]}"
-        store = torch.distributed.PrefixStore(prefix, torch.distributed.distributed_c10d._get_default_store())
-        _runtimes[key] = Runtime(options, global_ranks=ranks, rank=pp_group.rank(), store=store)
+        own, job = (torch.distributed.PrefixStore(f"rrfp/{whose}/{_openings[key]}", torch.distributed.distributed_c10d._get_default_store())
+                    for whose in ("-".join(map(str, ranks)), "job"))
+        _runtimes[key] = Runtime(options, global_ranks=ranks, rank=pp_group.rank(), store=own, job_store=job)
         _hook_exit()
     return _runtimes[key]
 

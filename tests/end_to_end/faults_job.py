@@ -97,6 +97,11 @@ class Server:
         return result
 
 
+def report_path(folder: Path, rank: int) -> Path | None:
+    """What that rank wrote into the report of the job's one failure; None if nothing."""
+    return next(iter(folder.glob(f"rrfp-failure-*/rank{rank}.txt")), None)
+
+
 def report(folder: Path, rank: int) -> str:
-    path = folder / f"rrfp-failure-rank{rank}.txt"
-    return path.read_text() if path.exists() else ""
+    path = report_path(folder, rank)
+    return "" if path is None else path.read_text()
