@@ -65,6 +65,7 @@ class ZmqTransport:
         heartbeat_s: seconds between signs of life.
         namespace: prefix of the keys in the store. Each opening in one store needs its own.
         host: who shares a host; by default the kernel's own answer. Ranks with different values use TCP.
+        told_of: ranks besides those of `owner` whose failures may be told here: with domains of several ranks, the job's.
 
     Raises:
         ConfigurationError: an edge that does not cross ranks, or no credit or lane.
@@ -88,12 +89,14 @@ class ZmqTransport:
         heartbeat_s: float = 2.0,
         namespace: str = "rrfp",
         host: str | None = None,
+        told_of: Iterable[int] = (),
     ):
         self._settings = Settings(
             rank, tuple(edges_in), tuple(edges_out), owner, store, credits, lanes, interface, slot_bytes, max_message_bytes,
             heartbeat_s, namespace, host or rendezvous.host_identity(),
         )  # fmt: skip
         self._rank, self._limit, self._delay = rank, max_message_bytes, delay
+        self._told_of = {*owner.values(), *told_of}
         self._lane_of = lane_of or (lambda edge, microbatch: microbatch % lanes)
         self._pid = os.getpid()
         self._lock = threading.RLock()
@@ -379,7 +382,7 @@ class ZmqTransport:
                     self._window.deliver(event, self._post)
             case Kind.ABORT:
                 failure = decode_failure(body)
-                if failure.rank not in self._settings.owner.values():
+                if failure.rank not in self._told_of:
                     raise Malformed(f"an ABORT of rank {failure.rank}, which this pipeline has not")
                 self._fail(failure, source=peer.rank)
             case Kind.BYE:
