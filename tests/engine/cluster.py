@@ -89,6 +89,18 @@ class VirtualExecutor:
         return [action for action, _ in self.log]
 
 
+class NoTransport:
+    """Of a pipeline of one."""
+
+    def open(self, post, *, deadline):
+        pass
+
+    begin = release = flush = abort = close = lambda self, *arguments, **options: None
+
+    def state(self) -> dict:
+        return {"call": None, "edges": {}, "peers": {}}
+
+
 @dataclass(frozen=True)
 class Call:
     """schedulers: a fresh one for a rank. limits: what each rank was promised to hold at most. The rest is `Engine.begin`'s."""
@@ -146,8 +158,8 @@ class Cluster:
         duration: duration(action, member), seconds.
         delay: delay(edge, microbatch, member), seconds.
         members: ranks per stage that must agree; `agree=False` lets each go its own way (negative control).
-        engine, executor: classes to use instead.
-        network: more arguments for `ScriptedNetwork`.
+        engine, executor, network: classes to use instead.
+        options: more arguments for the network.
     """
 
     def __init__(
@@ -167,26 +179,26 @@ class Cluster:
         engine: type[Engine] = Engine,
         executor: type[VirtualExecutor] = VirtualExecutor,
         transport: Callable = lambda transport: transport,
-        **network,
+        network: type[ScriptedNetwork] = ScriptedNetwork,
+        **options,
     ):
         self.clock = VirtualClock()
         self.capacity, self.credits, self.lanes, self.owner = capacity, credits, lanes, dict(owner)
         self._duration, self._executor = duration, executor
         self.edges = sorted(set(edges))
-        # A rank without edges has no transport; a pipeline of one gets a neighbour that never says anything.
-        silent = 1 + max(owner)
-        links = (owner, self.edges) if self.edges else ({**owner, silent: -1}, [Edge(0, silent)])
+        # A rank without edges has no neighbours.
         self.networks = [
-            ScriptedNetwork(*links, clock=self.clock, credits=credits, lanes=lanes,
-                            delays=lambda edge, microbatch, member=member: delay(edge, microbatch, member), **network)
-            for member in range(members)
+            network(owner, self.edges, clock=self.clock, credits=credits, lanes=lanes,
+                    delays=lambda edge, microbatch, member=member: delay(edge, microbatch, member), **options)
+            for member in range(members if self.edges else 0)
         ]
         self.members: list[Member] = []
         for rank in sorted(set(owner.values())):
             domain = ScriptedDomain(members, clock=self.clock, delay=news)
             for index in range(members):
                 agreement = domain.agreement(index) if members > 1 and agree else Solo()
-                one = engine(rank=rank, owner=self.owner.__getitem__, transport=transport(self.networks[index].transport(rank)),
+                end = self.networks[index].transport(rank) if self.networks else NoTransport()
+                one = engine(rank=rank, owner=self.owner.__getitem__, transport=transport(end),
                              agreement=agreement, recorder=Recorder(rank=rank, stages=(rank,), directory=None, debug=True),
                              timeout=timeout, clock=self.clock.now)
                 member = Member(rank, index, one)
