@@ -59,6 +59,7 @@ class Kind(IntEnum):
     ABORT = 7
     BYE = 8
     BYE_SEEN = 9
+    CALL = 10
 
 
 INLINE = 1  # flag of DATA: the payload follows in frames of the same message, not in the slot
@@ -228,6 +229,24 @@ def decode_farewell(body) -> dict[Edge, int]:
     if len(body) % _FAREWELL.size:
         raise Malformed(f"a BYE that cannot be read: {len(body)} bytes, {_FAREWELL.size} per edge")
     return {Edge(source, destination): count for source, destination, count in _FAREWELL.iter_unpack(body)}
+
+
+def encode_call(facts: Mapping[str, str]) -> bytes:
+    """The body of a CALL: what the call is, as names and values in turn."""
+    return "\0".join(word for pair in facts.items() for word in pair).encode()
+
+
+def decode_call(body) -> dict[str, str]:
+    """Raises Malformed. The texts are safe to print."""
+    if len(body) > MAX_LINE:
+        raise Malformed(f"a CALL of {len(body)} bytes: {MAX_LINE} at most")
+    try:
+        words = str(body, "utf-8").split("\0") if len(body) else []
+    except UnicodeDecodeError as error:
+        raise Malformed(f"a CALL that cannot be read: {error}") from None
+    if len(words) % 2:
+        raise Malformed(f"a CALL that cannot be read: {len(words)} words")
+    return {_printable(name): _printable(value) for name, value in zip(words[::2], words[1::2], strict=True)}
 
 
 def encode_failure(failure: Failure) -> bytes:

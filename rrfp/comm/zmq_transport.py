@@ -29,11 +29,13 @@ from rrfp.comm.message import (
     Malformed,
     check_payload,
     decode,
+    decode_call,
     decode_credit,
     decode_duration,
     decode_failure,
     decode_farewell,
     encode,
+    encode_call,
     encode_credit,
     encode_duration,
     encode_failure,
@@ -41,7 +43,7 @@ from rrfp.comm.message import (
 )
 from rrfp.comm.outbound import Job, Outlet, Sender
 from rrfp.comm.transport import Announcement, Arrival, Departure, Event, Failure, Payload
-from rrfp.comm.window import CallWindow
+from rrfp.comm.window import CallWindow, Roll
 from rrfp.errors import PipelineError
 
 LAST_WORDS = 1000  # control messages that are read before a dead peer is called lost, however much the others say
@@ -102,7 +104,8 @@ class ZmqTransport:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._control_lock = threading.Lock()
-        self._window = CallWindow(ahead=credits)
+        self._roll = Roll(rank, self._settings.neighbours, ahead=credits)
+        self._window = CallWindow(ahead=credits, entered=lambda edge, call: self._roll.entered(owner[edge.source], call))
         self._failure: Failure | None = None
         self._closed = False
         self._links = Links()
@@ -165,13 +168,19 @@ class ZmqTransport:
 
     # ------------------------------------------------------------------------------------------------------- the caller's thread
 
-    def begin(self, call: int) -> None:
+    def begin(self, call: int, facts: Mapping[str, str] | None = None) -> None:
         self._check_process()
+        facts = facts or {}
         with self._lock:
             for inlet in self._links.inlets.values():
                 inlet.begin(call)
-            if (stray := self._window.begin(call, self._post)) is not None:
+            if (different := self._roll.enter(call, facts)) is not None:
+                self._fail(different)
+            elif (stray := self._window.begin(call, self._post)) is not None:
                 self._fail(Failure(self._rank, str(stray[0].edge), stray[1]))
+        body = encode_call(facts)
+        for rank in self._links.peers:
+            self._tell(rank, Header(Kind.CALL, call=call), body)
 
     def send(self, edge: Edge, microbatch: int, payload: Payload) -> None:
         self._check_process()
@@ -216,7 +225,8 @@ class ZmqTransport:
             self._fail(failure, post=False)
 
     def state(self) -> dict:
-        """{"call", "edges": {"0>1": {...}}, "peers": {rank: seconds since its last sign of life}}. Empty in a forked child."""
+        """{"call", "edges": {"0>1": {...}}, "peers": {rank: seconds since its last sign of life},
+        "calls": {rank: the last call it entered, or None}}. Empty in a forked child."""
         if os.getpid() != self._pid:
             return {}
         with self._lock:
@@ -226,6 +236,7 @@ class ZmqTransport:
                 "call": self._window.call,
                 "edges": {str(edge): end.state() for edge, end in sorted(ends.items())},
                 "peers": {peer.rank: now - peer.seen for peer in self._links.peers.values()},
+                "calls": dict(self._roll.last),
             }
 
     def close(self, *, deadline: float) -> None:
@@ -380,6 +391,16 @@ class ZmqTransport:
                         raise Malformed(wrong)
                     inlet.announce(header.call, header.microbatch)
                     self._window.deliver(event, self._post)
+            case Kind.CALL:
+                facts = decode_call(body)
+                with self._lock:
+                    wrong = self._roll.hear(peer.rank, header.call, facts)
+                    if isinstance(wrong, str):
+                        raise Malformed(wrong)
+                    if wrong is None:
+                        self._window.look_again(self._post)
+                    else:
+                        self._fail(wrong)
             case Kind.ABORT:
                 failure = decode_failure(body)
                 if failure.rank not in self._told_of:

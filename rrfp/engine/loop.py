@@ -154,7 +154,8 @@ class Engine:
         self.in_call = self._open = True
         self.recorder.begin_call(self.call, microbatches=microbatches, forward_only=forward_only, now=now)
         self._agreement.begin(self.call)
-        self.transport.begin(self.call, {"forward_only": forward_only, "microbatches": microbatches, "rows": scheduler.digest[:12]})
+        self.transport.begin(self.call, {
+            "forward_only": str(forward_only), "microbatches": str(microbatches), "hint rows": f"digest {scheduler.digest[:12]}"})
 
     def advance(self) -> float | None:
         """Do all that can be done without waiting.
