@@ -385,10 +385,10 @@ class ZmqTransport:
                 inlet = self._end(self._links.inlets, header, peer)
                 event = Announcement(header.call, inlet.edge, header.microbatch, now, decode_duration(body))
                 with self._lock:
+                    if header.call != (last := self._roll.last[peer.rank]):  # its CALL came before, on this very channel
+                        raise Malformed(f"microbatch {header.microbatch} of call {header.call} is announced, its last call is {last}")
                     if self._window.call is not None and header.call < self._window.call:
                         return  # it travels beside the payloads, so that is no mistake, and of no use
-                    if wrong := self._window.wrong(header.call):
-                        raise Malformed(wrong)
                     inlet.announce(header.call, header.microbatch)
                     self._window.deliver(event, self._post)
             case Kind.CALL:
