@@ -201,7 +201,7 @@ def test_a_default_that_other_hosts_cannot_reach_is_refused(connections, monkeyp
     """A host whose own name leads to a loopback address, as Debian has it, is the master of a job of two hosts."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.1.1")
     one = connections(None)
-    with pytest.raises(ConfigurationError, match=r"faces the master is 127\..*, which no other host reaches: .* --rrfp-interface"):
+    with pytest.raises(ConfigurationError, match=r"faces the master is 127.*, which no other host reaches: .* --rrfp-interface"):
         one.bind(one.pull(one.control, "control"), shared=False, far=True)
     assert one.bind(one.pull(one.control, "control"), shared=False).startswith("tcp://127.")  # containers of one network
     named = connections("lo")  # a tunnel, perhaps: whoever names it knows
