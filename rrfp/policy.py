@@ -15,7 +15,14 @@ from rrfp.scheduler import hints, lists
 from rrfp.scheduler.arbiter import Scheduler
 from rrfp.scheduler.dependencies import Dependencies, chain, first_forward_first
 from rrfp.scheduler.limits import check_limit, is_paper, limit_of
-from rrfp.scheduler.validate import check_first_forward, check_forward_order, check_microbatch_order, check_rows, replay
+from rrfp.scheduler.validate import (
+    check_first_forward,
+    check_forward_order,
+    check_message_order,
+    check_microbatch_order,
+    check_rows,
+    replay,
+)
 from rrfp.simulate.clock import drive
 
 RULES = ("announced", "bf", "fb", "b-first", "f-first", "alt", "fill", "fill-alt", "bfw", "fill-r")
@@ -134,6 +141,10 @@ class Policy:
             return
         if self.order == "megatron":
             _check_megatron_order(self, placement, microbatches)
+        elif is_paper(self.limit) and self.mode == "ready" and self.order == "free":
+            # The one action that may go at the limit could wait for a message behind others that may not: they hold all credits.
+            raise ConfigurationError(f"--rrfp-limit {self.limit}: finishes microbatches one by one, which deadlocks with several"
+                                     " chunks and --rrfp-order free; use --rrfp-order microbatch, or another limit")
         elif not is_paper(self.limit) and self.mode == "ready":
             for rank, limit in enumerate(self.limits(placement, microbatches)):
                 if limit < (chunks := len(placement.stages_of(rank))):
@@ -162,6 +173,7 @@ class Policy:
             check_microbatch_order(rows, source=source)
         else:
             check_first_forward(rows, source=source)
+            check_message_order(rows, _pipeline(placement, microbatches, self.split), source=source)
         if self.order == "megatron":
             check_forward_order(rows, placement, microbatches, source=source)
         outcome = replay(rows, _pipeline(placement, microbatches, self.split))

@@ -145,7 +145,7 @@ def test_an_absent_rank_is_named_by_its_edges_and_no_others(tmp_path, capsys):
     out = capsys.readouterr().out
     said = lines(out)
     assert said["edge 0>1"].startswith("shared memory") and said["edge 1>2"].startswith("shared memory")
-    assert re.search(r"^edge 2>3: +FAILED: ranks 3 did not come within 2 s", out, re.M)
+    assert re.search(r"^edge 2>3: +FAILED: rank 3 did not come within 2 s", out, re.M)
     assert re.search(r"^rank 2: edge 2>3 FAILED", out, re.M)
     assert "rank 3 gave no result" in out
 

@@ -21,8 +21,9 @@ class Keys:
         self._admitted.setdefault(domain.encode(), {})[z85.decode(public.encode())] = rank
 
     def serve(self, socket: zmq.Socket, domain: str) -> None:
-        """Before bind: only keys admitted to `domain` get through."""
+        """Before bind: only keys admitted to `domain` get through; none at all while nobody answers."""
         socket.curve_server = True
+        socket.zap_enforce_domain = True
         socket.curve_secretkey, socket.curve_publickey = self._secret, self.public
         socket.zap_domain = domain.encode()
 

@@ -1,14 +1,30 @@
 """One incoming edge: which slots are granted, what may come next in each lane, and what a frame must satisfy. No sockets here."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from rrfp.action import Edge
 from rrfp.comm.memory import Buffer, Pool
-from rrfp.comm.message import ALIGNMENT, INLINE, MAX_PARTS, Header, Malformed, Spec, decode_parts, offsets, payload_of
+from rrfp.comm.message import (
+    ALIGNMENT,
+    INLINE,
+    MAX_FRAME,
+    MAX_PARTS,
+    Header,
+    Malformed,
+    Spec,
+    decode_parts,
+    frame_sizes,
+    offsets,
+    payload_of,
+)
 from rrfp.comm.transport import Arrival, Payload
 from rrfp.errors import PipelineError
+
+MAX_ANNOUNCED = 1 << 16
+"""Announcements of an edge, of this call and those ahead, that are taken."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,7 +40,8 @@ class Lease:
 class Inlet:
     """The receiver's end of an edge. Not thread-safe: the transport locks.
 
-    Invariant: `granted` holds exactly the slots that the sender may write to; at most `credits` of them.
+    Invariant: `granted` holds exactly the slots that the sender may write to; at most `credits` of them. So whatever the sender
+    does, at most `credits` messages wait here, of at most `limit` bytes.
     """
 
     def __init__(self, edge: Edge, peer: int, *, lanes: int, credits: int, slot_bytes: int, limit: int, shared: bool):
@@ -32,6 +49,19 @@ class Inlet:
         self.pool = Pool(slot_bytes, memory=shared)
         self.granted: dict[int, Buffer] = {}
         self.received = [0] * lanes
+        self.announced: set[tuple[int, int]] = set()
+
+    def begin(self, call: int) -> None:
+        """Forget what was announced for earlier calls."""
+        self.announced = {which for which in self.announced if which[0] >= call}
+
+    def announce(self, call: int, microbatch: int) -> None:
+        """Count an announcement. Raises Malformed if there is one too many: each is kept until its call ends."""
+        if (call, microbatch) in self.announced:
+            raise Malformed(f"microbatch {microbatch} of call {call} is announced twice on edge {self.edge}")
+        if len(self.announced) >= MAX_ANNOUNCED:
+            raise Malformed(f"more than {MAX_ANNOUNCED} announcements on edge {self.edge}")
+        self.announced.add((call, microbatch))
 
     def grant(self, nbytes: int = 0) -> Buffer:
         buffer = self.pool.take(nbytes)
@@ -74,9 +104,13 @@ class Inlet:
 
     def _inline(self, specs: tuple[Spec, ...], frames: list) -> Payload:
         sizes = [spec.nbytes for spec in specs if not spec.none]
-        if [len(frame) for frame in frames] != sizes:
-            raise Malformed(f"frames of {[len(frame) for frame in frames]} bytes, the header promises {sizes}: truncated")
-        return payload_of(specs, (_aligned(np.frombuffer(frame, np.uint8)) for frame in frames))
+        found, expected = [len(frame) for frame in frames], frame_sizes(sizes)
+        if found != expected:
+            raise Malformed(
+                f"{sum(found)} bytes in {len(found)} frames, the header promises {sum(expected)} in {len(expected)}: truncated"
+            )
+        left = iter(frames)
+        return payload_of(specs, [_gather(left, size) for size in sizes])
 
     def _in_slot(self, specs: tuple[Spec, ...], frames: list, buffer: Buffer) -> Payload:
         if frames:
@@ -113,5 +147,14 @@ class Inlet:
         }
 
 
-def _aligned(array: np.ndarray) -> np.ndarray:
-    return array if array.ctypes.data % 8 == 0 else array.copy()
+def _gather(frames: Iterator, size: int) -> np.ndarray:
+    """The next `size` bytes in one piece, aligned for any dtype."""
+    if 0 < size <= MAX_FRAME:
+        array = np.frombuffer(next(frames), np.uint8)
+        return array if array.ctypes.data % 8 == 0 else array.copy()
+    whole, end = np.empty(size, np.uint8), 0
+    while end < size:
+        frame = np.frombuffer(next(frames), np.uint8)
+        whole[end : end + len(frame)] = frame
+        end += len(frame)
+    return whole

@@ -65,6 +65,8 @@ class Peer:
     key: str
     shared: bool
     """Same host, network and process ids: abstract sockets, shared memory, a process descriptor."""
+    far: bool
+    """On another network stack: no loopback address leads there."""
     pid: int
     seen: float
     descriptor: int | None = None
@@ -78,6 +80,11 @@ class Peer:
     lost: bool = False
     released: bool = False
     """It has seen our BYE."""
+
+    @property
+    def met(self) -> bool:
+        """Its words reach us and, where only a broken connection would tell of its end, ours reach it."""
+        return self.departed or (self.hello and (self.connected or self.descriptor is not None))
 
 
 @dataclass(eq=False)
@@ -119,7 +126,7 @@ def open_links(settings: Settings, *, until: float) -> Links:
         mine = {
             "host": settings.host, "pid": os.getpid(), "started": rendezvous.started_at(os.getpid()),
             "key": links.keys.public.decode(), "in": settings.edges_in, "out": settings.edges_out,
-            "lanes": settings.lanes, "max_message_bytes": settings.max_message_bytes,
+            "lanes": settings.lanes, "credits": settings.credits, "max_message_bytes": settings.max_message_bytes,
         }  # fmt: skip
         for rank, theirs in _exchange(settings, "who", mine, until).items():
             rendezvous.check_match(settings.rank, mine, rank, theirs, settings.owner.__getitem__)
@@ -146,7 +153,9 @@ def _exchange(settings: Settings, phase: str, record: dict, until: float) -> dic
 
 
 def _meet(settings: Settings, rank: int, record: dict) -> Peer:
-    peer = Peer(rank, record["key"], shared=record["host"] == settings.host, pid=record["pid"], seen=time.monotonic())
+    there, here = record["host"], settings.host
+    far = rendezvous.network_of(there) != rendezvous.network_of(here)
+    peer = Peer(rank, record["key"], shared=there == here, far=far, pid=record["pid"], seen=time.monotonic())
     if peer.shared:
         try:
             peer.descriptor = rendezvous.watch(peer.pid, record["started"])
@@ -161,7 +170,8 @@ def _listen(settings: Settings, links: Links) -> dict[str, str]:
     links.authenticators = connections.authenticators()
     links.inbox = connections.pull(connections.control, "control")
     kinds = {peer.shared for peer in links.peers.values()}
-    endpoints = {f"control {shared}": connections.bind(links.inbox, shared=shared) for shared in kinds}
+    far = any(peer.far for peer in links.peers.values())
+    endpoints = {f"control {shared}": connections.bind(links.inbox, shared=shared, far=far) for shared in kinds}
     for edge in settings.edges_in:
         peer = links.peers[settings.owner[edge.source]]
         inlet = links.inlets[edge] = Inlet(
@@ -176,7 +186,7 @@ def _listen(settings: Settings, links: Links) -> dict[str, str]:
         for lane in range(settings.lanes):
             domain = f"{edge}/{lane}"
             links.keys.admit(domain, peer.key, peer.rank)
-            socket = connections.pull(connections.data, domain, limit=settings.max_message_bytes)
+            socket = connections.pull(connections.data, domain, credits=settings.credits)
             endpoints[domain] = connections.bind(socket, shared=peer.shared)
             links.lanes.append((socket, inlet, lane))
     return endpoints
@@ -194,4 +204,5 @@ def _connect(settings: Settings, links: Links, peer: Peer, endpoints: dict[str, 
         sockets = [connections.push(connections.data) for _ in range(settings.lanes)]
         for lane, socket in enumerate(sockets):
             connections.connect(socket, endpoints[f"{edge}/{lane}"], peer.key)
-        links.outlets[edge] = Outlet(edge, peer.rank, sockets, Mappings(peer.pid) if peer.shared else None)
+        mappings = Mappings(peer.pid) if peer.shared else None
+        links.outlets[edge] = Outlet(edge, peer.rank, sockets, mappings, most_credits=settings.credits)

@@ -18,6 +18,8 @@ import numpy as np
 from rrfp.comm.message import ALIGNMENT
 
 NONCE_BYTES = 16
+MAX_MAPPED = 1024
+"""Buffers of one edge that its sender keeps mapped, however many the receiver names."""
 
 
 def _map(fd: int, size: int) -> np.ndarray:
@@ -135,10 +137,15 @@ class Mappings:
     def _open(self, grant: Grant) -> np.ndarray:
         for slot in [slot for slot, view in self._views.items() if len(view) < grant.size]:
             del self._views[slot]  # the receiver grows its buffers together; one still in use is mapped again
+        while len(self._views) >= MAX_MAPPED:
+            del self._views[next(iter(self._views))]
         fd = os.open(f"/proc/{self._pid}/fd/{grant.fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
             if os.pread(fd, NONCE_BYTES, 0) != grant.nonce:
                 raise OSError(f"/proc/{self._pid}/fd/{grant.fd} is not the granted buffer: its nonce differs")
+            # Writing behind the end of a file kills the writer: the end must be there, and stay.
+            if os.fstat(fd).st_size < ALIGNMENT + grant.size or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise OSError(f"/proc/{self._pid}/fd/{grant.fd} is not the granted buffer: it is too short, or could be cut")
             return _map(fd, grant.size)
         finally:
             os.close(fd)

@@ -5,10 +5,10 @@ sequence number of the lane, slot, payload bytes, CRC-32 of the whole frame. Hea
 receive hands the interpreter lock over once more. Everything here is pure: bytes in, values out, or `Malformed`.
 """
 
-import json
 import math
 import struct
 import zlib
+from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -21,6 +21,9 @@ ALIGNMENT = 64
 MAX_PARTS = 1024
 MAX_DIMENSIONS = 32
 MAX_TEXT = 64 << 10  # bytes of an ABORT's traceback
+MAX_LINE = 4 << 10  # bytes of each of its other texts
+MAX_CONTROL = 128 << 10  # bytes of a control frame: an ABORT is the longest
+MAX_FRAME = 1 << 20  # bytes of a frame of payload
 
 _HEADER = struct.Struct("<4sBBHHHIIIQQQQI")  # in the order above
 _PAD = bytes(64 - _HEADER.size)
@@ -29,12 +32,15 @@ _CRC_AT = _HEADER.size - 4
 _PART = struct.Struct("<BBBx")
 _CREDIT = struct.Struct("<i16s")
 _DURATION = struct.Struct("<d")
+_FAREWELL = struct.Struct("<IIQ")
+_FAILURE = struct.Struct("<i?HHI")  # rank, lost, bytes of where, text and traceback, which follow in UTF-8
 
 ITEMSIZE = {
     "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
 }  # fmt: skip
+_MAX_ELEMENTS = 1 << 58  # times the largest item: still a signed 64-bit number
 _NAMES = tuple(ITEMSIZE)
 _CODES = {name: code for code, name in enumerate(_NAMES)}
 
@@ -53,6 +59,7 @@ class Kind(IntEnum):
     ABORT = 7
     BYE = 8
     BYE_SEEN = 9
+    CALL = 10
 
 
 INLINE = 1  # flag of DATA: the payload follows in frames of the same message, not in the slot
@@ -159,7 +166,11 @@ def decode_parts(body: memoryview, parts: int, nbytes: int) -> tuple[Spec, ...]:
             raise Malformed(f"part {len(specs)} has dtype code {code}, {dimensions} dimensions: no such tensor")
         if len(body) < at + 8 * dimensions:
             raise Malformed(f"the dimensions of part {len(specs)} of {parts} are cut off: truncated")
-        specs.append(Spec(_NAMES[code], struct.unpack_from(f"<{dimensions}Q", body, at), bool(none)))
+        shape = struct.unpack_from(f"<{dimensions}Q", body, at)
+        # Of an empty tensor too, whose other dimensions nothing else bounds: its strides are computed from them.
+        if math.prod(size or 1 for size in shape) > _MAX_ELEMENTS:
+            raise Malformed(f"part {len(specs)} has the shape {shape}: no such tensor")
+        specs.append(Spec(_NAMES[code], shape, bool(none)))
         at += 8 * dimensions
     if at != len(body):
         raise Malformed(f"{len(body) - at} bytes follow the last of {parts} parts")
@@ -176,6 +187,14 @@ def offsets(sizes) -> tuple[list[int], int]:
         starts.append(start)
         end = start + size
     return starts, end
+
+
+def frame_sizes(sizes: Iterable[int]) -> list[int]:
+    """How parts of these sizes travel outside a slot: in frames of at most MAX_FRAME bytes, none for an empty part.
+
+    What a connection may make its receiver hold before it is known whose it is, is one frame.
+    """
+    return [min(MAX_FRAME, size - start) for size in sizes for start in range(0, size, MAX_FRAME)]
 
 
 def encode_credit(fd: int, nonce: bytes) -> bytes:
@@ -195,27 +214,70 @@ def encode_duration(seconds: float) -> bytes:
 def decode_duration(body) -> float:
     if len(body) != _DURATION.size:
         raise Malformed(f"a duration has {_DURATION.size} bytes, got {len(body)}")
-    return _DURATION.unpack(body)[0]
+    (seconds,) = _DURATION.unpack(body)
+    if not 0 <= seconds < math.inf:
+        raise Malformed(f"a duration of {seconds} seconds")
+    return seconds
+
+
+def encode_farewell(sent: Mapping[Edge, int]) -> bytes:
+    """The body of a BYE: how many messages have left, per edge."""
+    return b"".join(_FAREWELL.pack(*edge, count) for edge, count in sent.items())
+
+
+def decode_farewell(body) -> dict[Edge, int]:
+    if len(body) % _FAREWELL.size:
+        raise Malformed(f"a BYE that cannot be read: {len(body)} bytes, {_FAREWELL.size} per edge")
+    return {Edge(source, destination): count for source, destination, count in _FAREWELL.iter_unpack(body)}
+
+
+def encode_call(facts: Mapping[str, str]) -> bytes:
+    """The body of a CALL: what the call is, as names and values in turn."""
+    return "\0".join(word for pair in facts.items() for word in pair).encode()
+
+
+def decode_call(body) -> dict[str, str]:
+    """Raises Malformed. The texts are safe to print."""
+    if len(body) > MAX_LINE:
+        raise Malformed(f"a CALL of {len(body)} bytes: {MAX_LINE} at most")
+    try:
+        words = str(body, "utf-8").split("\0") if len(body) else []
+    except UnicodeDecodeError as error:
+        raise Malformed(f"a CALL that cannot be read: {error}") from None
+    if len(words) % 2:
+        raise Malformed(f"a CALL that cannot be read: {len(words)} words")
+    return {_printable(name): _printable(value) for name, value in zip(words[::2], words[1::2], strict=True)}
 
 
 def encode_failure(failure: Failure) -> bytes:
-    """JSON; a long traceback loses its beginning, the last lines are the telling ones."""
-    text, traceback = (part.encode(errors="backslashreplace") for part in (failure.text, failure.traceback))
-    # Cut in bytes: a character may take several.
-    short = failure._replace(text=text[:MAX_TEXT].decode(errors="ignore"), traceback=traceback[-MAX_TEXT:].decode(errors="ignore"))
-    return json.dumps(short._asdict(), ensure_ascii=False).encode()
+    """The body of an ABORT. A long traceback loses its beginning: the last lines are the telling ones."""
+    where, text, traceback = (
+        part.encode(errors="backslashreplace") for part in (failure.where, failure.text, failure.traceback)
+    )
+    # Cut in bytes, and never inside a character.
+    where, text = (part[:MAX_LINE].decode(errors="ignore").encode() for part in (where, text))
+    traceback = traceback[-MAX_TEXT:].decode(errors="ignore").encode()
+    return _FAILURE.pack(failure.rank, failure.lost, len(where), len(text), len(traceback)) + where + text + traceback
 
 
 def decode_failure(body) -> Failure:
+    """Raises Malformed. The texts are safe to print: control characters are spelled out, only a traceback has lines."""
     try:
-        fields = json.loads(bytes(body))
-        failure = Failure(**fields)
-    except (ValueError, TypeError) as error:
+        rank, lost, *lengths = _FAILURE.unpack_from(body)
+        if len(body) != _FAILURE.size + sum(lengths):
+            raise Malformed(f"an ABORT that cannot be read: texts of {lengths} bytes in a body of {len(body)}")
+        a, b = _FAILURE.size + lengths[0], _FAILURE.size + lengths[0] + lengths[1]
+        where, text, traceback = (str(part, "utf-8") for part in (body[_FAILURE.size : a], body[a:b], body[b:]))
+    except (struct.error, UnicodeDecodeError) as error:
         raise Malformed(f"an ABORT that cannot be read: {error}") from None
-    types = (int, str, str, str, bool)
-    if not all(type(value) is wanted for value, wanted in zip(failure, types, strict=True)):
-        raise Malformed("an ABORT with a field of the wrong type")
-    return failure
+    return Failure(rank, _printable(where), _printable(text), _printable(traceback, keep="\n\t"), lost)
+
+
+def _printable(text: str, keep: str = "") -> str:
+    """A peer's words end up in terminals and logs: no escape sequence, no second line, no reversed writing."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
 
 
 def payload_of(specs: tuple[Spec, ...], arrays) -> Payload:

@@ -21,7 +21,7 @@ import zmq
 from rrfp.action import Edge
 from rrfp.comm.mailbox import Mailbox
 from rrfp.comm.memory import Grant, Mappings
-from rrfp.comm.message import INLINE, Header, Kind, encode, encode_parts, offsets
+from rrfp.comm.message import INLINE, MAX_FRAME, Header, Kind, Malformed, encode, encode_parts, offsets
 from rrfp.comm.transport import Payload
 from rrfp.errors import PipelineError
 
@@ -39,14 +39,22 @@ class Job(NamedTuple):
 class Outlet:
     """The sender's end of an edge. Invariant: a message leaves only with a credit, and each lane in order of `send`."""
 
-    def __init__(self, edge: Edge, peer: int, sockets: list[zmq.Socket], mappings: Mappings | None):
-        self.edge, self.peer, self.sockets, self.mappings = edge, peer, sockets, mappings
+    def __init__(self, edge: Edge, peer: int, sockets: list[zmq.Socket], mappings: Mappings | None, *, most_credits: int):
+        self.edge, self.peer, self.sockets, self.mappings, self.most_credits = edge, peer, sockets, mappings, most_credits
         self.credits: deque[Grant] = deque()
         self.waiting: deque[Job] = deque()
         self.sequence = [0] * len(sockets)
         self.lane_due = [0.0] * len(sockets)
         self.queued = 0  # by the caller
         self.sent = 0  # by the send thread
+        self.granted = 0  # credits, by the receive thread
+        self.spent = 0  # credits, by the send thread
+
+    def grant(self) -> None:
+        """Count a credit that has come. Raises Malformed if there is one too many: each is kept until it is spent."""
+        if self.granted - self.spent >= self.most_credits:
+            raise Malformed(f"a credit of edge {self.edge} beyond the {self.most_credits} that it has")
+        self.granted += 1
 
     def state(self) -> dict:
         return {
@@ -139,6 +147,7 @@ class Sender:
     def _pump(self, outlet: Outlet) -> None:
         while outlet.waiting and outlet.credits:
             job, grant = outlet.waiting[0], outlet.credits.popleft()
+            outlet.spent += 1  # before anything tells the peer so
             _, extent = offsets(_sizes(job.payload))
             if outlet.mappings is not None and extent > grant.size:
                 self._need(outlet, grant.slot, extent)  # a bigger one comes as a new credit
@@ -174,7 +183,9 @@ class Sender:
             parts=len(job.payload),
         )
         # The library copies without the interpreter lock, so the payload is free once this returns.
-        frames = [encode(header, encode_parts(job.payload)), *(arrays if inline else ())]
+        frames = [encode(header, encode_parts(job.payload))]
+        if inline:
+            frames += [array[start : start + MAX_FRAME] for array in arrays for start in range(0, len(array), MAX_FRAME)]
         outlet.sockets[job.lane].send_multipart(frames)
         with self._left:
             outlet.sent += 1

@@ -16,7 +16,7 @@ from rrfp.action import Edge
 from rrfp.comm.clock import VirtualClock
 from rrfp.comm.message import check_payload
 from rrfp.comm.transport import Announcement, Arrival, Departure, Event, Failure, Payload
-from rrfp.comm.window import CallWindow
+from rrfp.comm.window import CallWindow, Roll
 from rrfp.errors import ConfigurationError, PipelineError
 
 _POISON = 0xFF  # not a number in every floating-point format
@@ -64,7 +64,7 @@ class ScriptedNetwork:
         duplicates: duplicates(edge, microbatch), whether it arrives twice.
         failures: rank -> time at which the rank dies without a word.
         credits, lanes: as for `ZmqTransport`; microbatch % lanes is the lane.
-        control_delay: seconds for announcements, aborts, goodbyes and credits.
+        control_delay: seconds for what is told besides payloads: calls, announcements, aborts, goodbyes and credits.
     """
 
     def __init__(
@@ -151,7 +151,9 @@ class ScriptedTransport:
     def __init__(self, network: ScriptedNetwork, rank: int):
         self._network, self._rank = network, rank
         self._post: Callable[[Event], None] | None = None
-        self._window = CallWindow(ahead=network.credits)
+        self._roll = Roll(rank, network.neighbours(rank), ahead=network.credits)
+        self._window = CallWindow(
+            ahead=network.credits, entered=lambda edge, call: self._roll.entered(network.owner[edge.source], call))
         self._failure: Failure | None = None
         self._seen: dict[int, float] = {}
         self.departed: set[int] = set()
@@ -161,9 +163,23 @@ class ScriptedTransport:
     def open(self, post: Callable[[Event], None], *, deadline: float = 0.0) -> None:
         self._post = post
 
-    def begin(self, call: int) -> None:
-        if (stray := self._window.begin(call, self._post)) is not None:
+    def begin(self, call: int, facts: Mapping[str, str] | None = None) -> None:
+        facts = dict(facts or {})
+        if (different := self._roll.enter(call, facts)) is not None:
+            self.fail(different)
+        elif (stray := self._window.begin(call, self._post)) is not None:
             self.fail(Failure(self._rank, str(stray[0].edge), stray[1]))
+        for rank in self._network.neighbours(self._rank):
+            self._network.tell(self._rank, rank, lambda other: other._hear_call(self._rank, call, facts))
+
+    def _hear_call(self, rank: int, call: int, facts: Mapping[str, str]) -> None:
+        wrong = self._roll.hear(rank, call, facts)
+        if isinstance(wrong, str):
+            wrong = Failure(self._rank, "control", f"from rank {rank}: {wrong}")
+        if wrong is not None:
+            self.fail(wrong)
+        elif not self.closed:
+            self._window.look_again(self._post)
 
     def send(self, edge: Edge, microbatch: int, payload: Payload) -> None:
         check_payload(payload)
@@ -305,7 +321,12 @@ class ScriptedTransport:
                     "received": sum(link.received),
                     "waiting": link.outstanding,
                 }
-        return {"call": self._window.call, "edges": edges, "peers": {rank: now - seen for rank, seen in self._seen.items()}}
+        return {
+            "call": self._window.call,
+            "edges": edges,
+            "peers": {rank: now - seen for rank, seen in self._seen.items()},
+            "calls": dict(self._roll.last),
+        }
 
 
 def _copy(link: _Link, data: np.ndarray, buffers: list[np.ndarray]) -> np.ndarray:

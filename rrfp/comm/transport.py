@@ -4,7 +4,7 @@ The engine owns one inbox; a transport calls `post(event)` on it from any thread
 `Transport`, all of which return at once except `open`, `flush` and `close`, which have a deadline in seconds.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -89,8 +89,12 @@ class Transport(Protocol):
     def open(self, post: Callable[[Event], None], *, deadline: float) -> None:
         """Connect to the peers. Raises PipelineError naming who did not come."""
 
-    def begin(self, call: int) -> None:
-        """A new call starts: post what had arrived early for it."""
+    def begin(self, call: int, facts: Mapping[str, str] | None = None) -> None:
+        """A new call starts: post what had arrived early for it, and tell the neighbours, without waiting for them.
+
+        facts: what the call is, by name. A neighbour that enters the same call with others is a Failure, the same on both.
+        Nothing of a call is posted before its sender's facts have been compared.
+        """
 
     def send(self, edge: Edge, microbatch: int, payload: Payload) -> None:
         """Queue a message. Never blocks: it waits for a credit of its edge elsewhere. `payload` stays untouched until it left."""
@@ -115,4 +119,4 @@ class Transport(Protocol):
 
     def state(self) -> dict:
         """For a hang report: "call"; "edges", per edge credits and messages sent, received, waiting; "peers", rank -> seconds
-        since its last sign of life."""
+        since its last sign of life; "calls", rank -> the last call that it told of, None before its first."""

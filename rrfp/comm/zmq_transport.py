@@ -9,7 +9,6 @@ the other way round.
 Errors. The first failure is latched, posted, and told to every neighbour, who does the same; later ones are dropped.
 """
 
-import json
 import os
 import threading
 import time
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from rrfp.action import Edge, parse_edge
+from rrfp.action import Edge
 from rrfp.comm import rendezvous
 from rrfp.comm.inbound import Inlet
 from rrfp.comm.links import Links, Peer, Settings, open_links
@@ -30,19 +29,24 @@ from rrfp.comm.message import (
     Malformed,
     check_payload,
     decode,
+    decode_call,
     decode_credit,
     decode_duration,
     decode_failure,
+    decode_farewell,
     encode,
+    encode_call,
     encode_credit,
     encode_duration,
     encode_failure,
+    encode_farewell,
 )
 from rrfp.comm.outbound import Job, Outlet, Sender
 from rrfp.comm.transport import Announcement, Arrival, Departure, Event, Failure, Payload
-from rrfp.comm.window import CallWindow
+from rrfp.comm.window import CallWindow, Roll
 from rrfp.errors import PipelineError
 
+LAST_WORDS = 1000  # control messages that are read before a dead peer is called lost, however much the others say
 _AFTER_FAILURE_S = 1.0  # when things went wrong, so long we wait for others' answers to our goodbye
 
 
@@ -63,6 +67,7 @@ class ZmqTransport:
         heartbeat_s: seconds between signs of life.
         namespace: prefix of the keys in the store. Each opening in one store needs its own.
         host: who shares a host; by default the kernel's own answer. Ranks with different values use TCP.
+        told_of: ranks besides those of `owner` whose failures may be told here: with domains of several ranks, the job's.
 
     Raises:
         ConfigurationError: an edge that does not cross ranks, or no credit or lane.
@@ -86,18 +91,21 @@ class ZmqTransport:
         heartbeat_s: float = 2.0,
         namespace: str = "rrfp",
         host: str | None = None,
+        told_of: Iterable[int] = (),
     ):
         self._settings = Settings(
             rank, tuple(edges_in), tuple(edges_out), owner, store, credits, lanes, interface, slot_bytes, max_message_bytes,
             heartbeat_s, namespace, host or rendezvous.host_identity(),
         )  # fmt: skip
         self._rank, self._limit, self._delay = rank, max_message_bytes, delay
+        self._told_of = {*owner.values(), *told_of}
         self._lane_of = lane_of or (lambda edge, microbatch: microbatch % lanes)
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._control_lock = threading.Lock()
-        self._window = CallWindow(ahead=credits)
+        self._roll = Roll(rank, self._settings.neighbours, ahead=credits)
+        self._window = CallWindow(ahead=credits, entered=lambda edge, call: self._roll.entered(owner[edge.source], call))
         self._failure: Failure | None = None
         self._closed = False
         self._links = Links()
@@ -150,21 +158,29 @@ class ZmqTransport:
         peers = self._links.peers.values()
         with self._changed:
             self._changed.wait_for(
-                lambda: self._failure is not None or all(peer.hello for peer in peers), max(0.0, until - time.monotonic())
+                lambda: self._failure is not None or all(peer.met for peer in peers), max(0.0, until - time.monotonic())
             )
             if self._failure is not None:
                 raise PipelineError(f"start-up failed at rank {self._failure.rank}, {self._failure.where}: {self._failure.text}")
-            silent = sorted(rank for rank, peer in self._links.peers.items() if not peer.hello)
+            silent = sorted(rank for rank, peer in self._links.peers.items() if not peer.met)
         if silent:
             raise PipelineError(f"ranks {', '.join(map(str, silent))} did not say hello in time: raise the start-up deadline")
 
     # ------------------------------------------------------------------------------------------------------- the caller's thread
 
-    def begin(self, call: int) -> None:
+    def begin(self, call: int, facts: Mapping[str, str] | None = None) -> None:
         self._check_process()
+        facts = facts or {}
         with self._lock:
-            if (stray := self._window.begin(call, self._post)) is not None:
+            for inlet in self._links.inlets.values():
+                inlet.begin(call)
+            if (different := self._roll.enter(call, facts)) is not None:
+                self._fail(different)
+            elif (stray := self._window.begin(call, self._post)) is not None:
                 self._fail(Failure(self._rank, str(stray[0].edge), stray[1]))
+        body = encode_call(facts)
+        for rank in self._links.peers:
+            self._tell(rank, Header(Kind.CALL, call=call), body)
 
     def send(self, edge: Edge, microbatch: int, payload: Payload) -> None:
         self._check_process()
@@ -209,7 +225,8 @@ class ZmqTransport:
             self._fail(failure, post=False)
 
     def state(self) -> dict:
-        """{"call", "edges": {"0>1": {...}}, "peers": {rank: seconds since its last sign of life}}. Empty in a forked child."""
+        """{"call", "edges": {"0>1": {...}}, "peers": {rank: seconds since its last sign of life},
+        "calls": {rank: the last call it entered, or None}}. Empty in a forked child."""
         if os.getpid() != self._pid:
             return {}
         with self._lock:
@@ -219,6 +236,7 @@ class ZmqTransport:
                 "call": self._window.call,
                 "edges": {str(edge): end.state() for edge, end in sorted(ends.items())},
                 "peers": {peer.rank: now - peer.seen for peer in self._links.peers.values()},
+                "calls": dict(self._roll.last),
             }
 
     def close(self, *, deadline: float) -> None:
@@ -239,8 +257,8 @@ class ZmqTransport:
         for peer in self._links.peers.values():
             if peer.answered or peer.lost:
                 continue
-            sent = {str(edge): outlet.sent for edge, outlet in self._links.outlets.items() if outlet.peer == peer.rank}
-            self._tell(peer.rank, Header(Kind.BYE), json.dumps(sent).encode())
+            sent = {edge: outlet.sent for edge, outlet in self._links.outlets.items() if outlet.peer == peer.rank}
+            self._tell(peer.rank, Header(Kind.BYE), encode_farewell(sent))
         if self._failure is not None:
             until = min(until, time.monotonic() + _AFTER_FAILURE_S)
         with self._changed:
@@ -353,7 +371,9 @@ class ZmqTransport:
                     self._changed.notify_all()
             case Kind.CREDIT:
                 fd, nonce = decode_credit(body)
-                self._sender.put(self._end(self._links.outlets, header, peer), Grant(header.slot, header.nbytes, fd, nonce))
+                outlet = self._end(self._links.outlets, header, peer)
+                outlet.grant()
+                self._sender.put(outlet, Grant(header.slot, header.nbytes, fd, nonce))
             case Kind.NEED:
                 inlet = self._end(self._links.inlets, header, peer)
                 with self._lock:
@@ -362,14 +382,35 @@ class ZmqTransport:
                     buffer = inlet.replace(header.slot, header.nbytes)
                 self._credit(inlet, buffer)
             case Kind.ANNOUNCE:
-                edge = self._end(self._links.inlets, header, peer).edge
-                event = Announcement(header.call, edge, header.microbatch, now, decode_duration(body))
+                inlet = self._end(self._links.inlets, header, peer)
+                event = Announcement(header.call, inlet.edge, header.microbatch, now, decode_duration(body))
                 with self._lock:
+                    if header.call != (last := self._roll.last[peer.rank]):  # its CALL came before, on this very channel
+                        raise Malformed(f"microbatch {header.microbatch} of call {header.call} is announced, its last call is {last}")
+                    if self._window.call is not None and header.call < self._window.call:
+                        return  # it travels beside the payloads, so that is no mistake, and of no use
+                    inlet.announce(header.call, header.microbatch)
                     self._window.deliver(event, self._post)
+            case Kind.CALL:
+                facts = decode_call(body)
+                with self._lock:
+                    wrong = self._roll.hear(peer.rank, header.call, facts)
+                    if isinstance(wrong, str):
+                        raise Malformed(wrong)
+                    if wrong is None:
+                        self._window.look_again(self._post)
+                    else:
+                        self._fail(wrong)
             case Kind.ABORT:
-                self._fail(decode_failure(body), source=peer.rank)
+                failure = decode_failure(body)
+                if failure.rank not in self._told_of:
+                    raise Malformed(f"an ABORT of rank {failure.rank}, which this pipeline has not")
+                self._fail(failure, source=peer.rank)
             case Kind.BYE:
-                self._on_bye(peer, body)
+                farewell = decode_farewell(body)
+                with self._lock:
+                    peer.farewell = farewell
+                    self._depart(peer)
             case Kind.BYE_SEEN:
                 with self._changed:
                     peer.released = True
@@ -382,15 +423,6 @@ class ZmqTransport:
         if end is None or end.peer != peer.rank:
             raise Malformed(f"a {header.kind.name} for edge {header.edge}, which it has no part in")
         return end
-
-    def _on_bye(self, peer: Peer, body: memoryview) -> None:
-        try:
-            farewell = {parse_edge(edge): int(count) for edge, count in json.loads(bytes(body)).items()}
-        except (ValueError, TypeError, AttributeError) as error:
-            raise Malformed(f"a BYE that cannot be read: {error}") from None
-        with self._lock:
-            peer.farewell = farewell
-            self._depart(peer)
 
     def _depart(self, peer: Peer) -> None:
         """A BYE may overtake payloads on their other channel: the peer has gone once all that it sent is here."""
@@ -409,7 +441,7 @@ class ZmqTransport:
     def _on_death(self, peer: Peer) -> None:
         self._loop.remove(peer.descriptor)
         try:
-            while True:  # what it said last explains its end
+            for _ in range(LAST_WORDS):  # what it said last explains its end
                 self._on_control()
         except zmq.Again:
             pass
@@ -418,7 +450,9 @@ class ZmqTransport:
     def _on_monitor(self, monitor: zmq.Socket, peer: Peer) -> None:
         event = parse_monitor_message(monitor.recv_multipart())["event"]
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            peer.connected = True
+            with self._changed:
+                peer.connected = True
+                self._changed.notify_all()
         elif peer.connected:
             self._on_loss(peer, f"the connection to rank {peer.rank} broke: it ended, or its host or network did")
 

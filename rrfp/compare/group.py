@@ -231,8 +231,11 @@ class Group:
             worker.start()
         for _, theirs in pipes:
             theirs.close()
+        self.pids = [worker.pid for worker in self._workers]
+        """The ranks' processes."""
         try:
-            self._collect(start_deadline)
+            # The ranks know who did not come to the start, so they have the first word.
+            self._collect(start_deadline + 5.0)
         except BaseException:
             self._end(1.0)
             raise

@@ -6,6 +6,10 @@ from collections.abc import Callable
 from rrfp.comm.transport import Failure
 from rrfp.errors import PipelineError
 
+ELSEWHERE = "another pipeline"
+"""Where a failure is said to be that happened in another pipeline of the job: its rank is then the one that heard of it, and its text
+says who failed."""
+
 
 class FailureLatch:
     """Holds the first `Failure` a process learns of. Thread-safe; later ones are ignored (they follow from the first).
@@ -39,8 +43,18 @@ class FailureLatch:
 
 
 def describe(failure: Failure, name: Callable[[int], str] = "rank {}".format) -> str:
-    """`rank 2 failed (2F3): ValueError: ...`, followed by that rank's traceback."""
+    """`rank 2 failed (2F3): ValueError: ...`, followed by that rank's traceback.
+
+    Of another pipeline: `in another pipeline, stage 1 (rank 3) failed (1F3): ValueError: ...`.
+    """
     who = name(failure.rank)
     verb = "was lost" if failure.lost else "failed"
     text = f"{who} {verb} ({failure.where}): {failure.text}"
+    if is_hearsay(failure):
+        who, text = "that rank", f"in {failure.where}, {failure.text}"
     return f"{text}\n--- traceback of {who} ---\n{failure.traceback.rstrip()}" if failure.traceback else text
+
+
+def is_hearsay(failure: Failure) -> bool:
+    """Whether it happened in another pipeline of the job."""
+    return failure.where == ELSEWHERE

@@ -8,7 +8,7 @@ deadline. On an error the failure is latched and told to all peers, then raised.
 import math
 import time
 import traceback
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from queue import Empty
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from rrfp.comm.mailbox import Mailbox
 from rrfp.comm.transport import Announcement, Arrival, Departure, Failure, Transport
 from rrfp.engine.executor import Executor, Outputs
 from rrfp.engine.failure import FailureLatch
+from rrfp.engine.view import text_of
 from rrfp.errors import PipelineError
 from rrfp.scheduler.arbiter import WAIT, Decision, Scheduler
 from rrfp.tp_coord.agreement import Agreement
@@ -26,6 +27,7 @@ FIRST_CALL = 3
 """The first call of its kind has so many times the patience: compiling or a first allocation is no hang."""
 LOOK = 1.0
 """Seconds after which a flush looks for news of its receivers."""
+_TRIES = 10
 
 
 class Completion(NamedTuple):
@@ -51,7 +53,7 @@ class Engine:
         rank: this rank in the pipeline.
         owner: which rank owns a stage (to name ranks in errors).
         transport: whoever opens it gives it `post`.
-        agreement: this member's end of its domain's agreement; whoever opens it gives it `wake`.
+        agreement: this member's end of its domain's agreement; whoever opens it gives it `wake` and `hear`.
         recorder: a trace recorder.
         clock: seconds; `time.monotonic` unless time is virtual.
         timeout: seconds without progress inside a call after which the call fails (three times that in the first call).
@@ -82,6 +84,8 @@ class Engine:
         self.patience = timeout
         self.running: Action | None = None
         self.scheduler: Scheduler | None = None
+        self._open = self._stuck = False
+        """Whether a call has begun and not ended, though it may have failed; whether it failed because nothing moved."""
         self._owner = owner
         self._agreement = agreement
         self._clock = clock
@@ -92,9 +96,15 @@ class Engine:
 
     def post(self, event) -> None:
         """Hand the loop an event. From any thread; never blocks."""
-        if type(event) is Failure:
-            self.latch.set(event)
+        if type(event) is Failure and self.latch.set(event):
+            self._agreement.abort(event)  # the transport floods what it heard itself
         self._inbox.put(event)
+
+    def hear(self, failure: Failure) -> None:
+        """A member of the domain failed or was lost. From any thread; never blocks."""
+        if self.latch.set(failure):
+            self.transport.abort(failure)
+        self._inbox.put(failure)
 
     def wake(self) -> None:
         """There is news that no event carries. From any thread; never blocks."""
@@ -132,17 +142,20 @@ class Engine:
         self._announce = announce
         self._arrivals: dict[tuple[Edge, int | None], Arrival] = {}
         self._received: Counter[Edge] = Counter()
+        self._handed: dict[Edge, list[int]] = defaultdict(list)
+        """Microbatches whose messages went to the transport, in that order."""
         self._launched: deque[Launched] = deque()
         self._completions: dict[Action, Completion] = {}
         self._agreed: Action | None = None
         self._waits: list[tuple[str | None, float]] = []
-        self._forward_only = forward_only
+        self._forward_only, self._microbatches = forward_only, microbatches
         self.patience = self.timeout * (1 if forward_only in self._warm else FIRST_CALL)
         now = self.last_progress = self._last_end = self._clock()
-        self.in_call = True
+        self.in_call = self._open = True
         self.recorder.begin_call(self.call, microbatches=microbatches, forward_only=forward_only, now=now)
         self._agreement.begin(self.call)
-        self.transport.begin(self.call)
+        self.transport.begin(self.call, {
+            "forward_only": str(forward_only), "microbatches": str(microbatches), "hint rows": f"digest {scheduler.digest[:12]}"})
 
     def advance(self) -> float | None:
         """Do all that can be done without waiting.
@@ -173,7 +186,7 @@ class Engine:
         now = self._clock()
         if now > start:
             self.recorder.waited("send", start, now)
-        self.in_call = False
+        self.in_call = self._open = False
         self._warm.add(self._forward_only)
         self.recorder.end_call(now)
 
@@ -222,6 +235,7 @@ class Engine:
         for edge in scheduler.task(action).sends:
             # Invariant 3: never blocks; what waits for a credit waits in the transport and is bounded by the in-flight limit.
             self.transport.send(edge, action.microbatch, done.outputs[edge])
+            self._handed[edge].append(action.microbatch)
             self.recorder.sent(edge, action.microbatch, end)
         self.last_progress = end
         self.last_action = f"{action}, {end - start:.3f} s"
@@ -262,6 +276,7 @@ class Engine:
         if self._departed:
             self._check_senders()
         if now - self.last_progress >= self.patience:
+            self._stuck = True
             raise PipelineError(self.hang_report())
         if not self._launched:
             reason = "agreement" if decision.action is not None else None if decision.wake_at is None else "announced"
@@ -302,6 +317,7 @@ class Engine:
                     self.latch.set_event.wait(LOOK)
                     self.latch.raise_if_set()
                 if interrupted or not left:
+                    self._stuck = not interrupted
                     raise PipelineError(f"{error}\n{self.hang_report()}") from None
 
     # ------------------------------------------------------------------ failing
@@ -330,29 +346,55 @@ class Engine:
         failure = Failure(self.rank, where, text, "".join(traceback.format_exception(error)))
         first = self.latch.set(failure)
         if first:
-            self.transport.abort(failure)
+            self.abort(failure)
         return first
 
+    def abort(self, failure: Failure) -> None:
+        """Tell the neighbours in the pipeline and the members of the domain. From any thread; whoever knows it ignores it."""
+        self.transport.abort(failure)
+        self._agreement.abort(failure)
+
+    def view(self) -> dict:
+        """What this rank knows of its call, as JSON has it: docs/hang.md names the fields. Ranks are the pipeline's, times seconds.
+
+        From any thread. `next` is None before the first call, or if the loop never stood still long enough to be read.
+        """
+        now, state = self._clock(), self.transport.state()
+        view = {
+            "rank": self.rank, "call": self.call, "in_call": self._open, "stuck": self._stuck, "idle": now - self.last_progress,
+            "monotonic": now, "wall": time.time(), "patience": self.patience, "last_action": self.last_action,
+            "running": None if self.running is None else str(self.running), "next": None,
+            "peers": {str(rank): ago for rank, ago in state.get("peers", {}).items()},
+            "calls": {str(rank): call for rank, call in state.get("calls", {}).items()},
+            "departed": sorted(self._departed), "edges": {edge: dict(end) for edge, end in state.get("edges", {}).items()},
+        }  # fmt: skip
+        for _ in range(_TRIES if self.scheduler is not None else 0):
+            try:
+                return view | self._outlook(now, view["edges"])
+            except RuntimeError:  # a container changed while it was read
+                continue
+        return view
+
+    def _outlook(self, now: float, edges: dict) -> dict:
+        """The part of a view that is the call's. Adds each edge's microbatches to `edges`."""
+        scheduler, launched = self.scheduler, next(iter(self._launched), None)
+        sent = {str(edge): list(microbatches) for edge, microbatches in self._handed.items()}
+        here = {edge: [m for other, m in list(self._arrivals) if str(other) == edge] for edge in edges}
+        for edge, end in edges.items():
+            end |= {"handed": sent.get(edge, [])} if end["direction"] == "out" else {"here": here[edge]}
+        return {
+            "stages": list(scheduler.dependencies.stages), "forward_only": self._forward_only, "microbatches": self._microbatches,
+            "running_for": None if launched is None else now - max(launched.time, self._last_end),
+            "ready": list(map(str, scheduler.admissible())), "in_flight": scheduler.in_flight, "limit": scheduler.limit,
+            "explained": scheduler.explain(), "agreed": None if self._agreed is None else str(self._agreed),
+            "due": None if scheduler.due is None else list(map(str, scheduler.due)),
+            "next": [{"action": str(each.action), "microbatch": each.action.microbatch, "after": list(map(str, each.after)),
+                      "lacks": list(map(str, each.messages)), "held": each.holder} for each in scheduler.pending()],
+        }  # fmt: skip
+
     def hang_report(self) -> str:
-        """What a person on call needs: last action, what is missing, credits, pending sends, each peer's last sign of life."""
-        idle = self._clock() - self.last_progress
-        scheduler = self.scheduler
-        lines = [f"rank {self.rank}: nothing has moved for {idle:.1f} s in call {self.call}",
-                 f"  last action: {self.last_action}; running: {self.running or 'nothing'}"]
-        if scheduler is not None:
-            lines.append(f"  ready: {' '.join(map(str, scheduler.admissible())) or 'none'}; in flight {scheduler.in_flight}")
-            lines += [f"  {line}" for line in scheduler.explain()]
-            if self._agreed is not None:
-                lines.append(f"  agreed, but not ready here: {self._agreed}")
-        state = self.transport.state()
-        for edge, end in state.get("edges", {}).items():
-            way, moved = ("to", "sent") if end["direction"] == "out" else ("from", "received")
-            lines.append(f"  edge {edge} {way} rank {end['peer']}: {end[moved]} {moved}, {end['waiting']} waiting, "
-                         f"{end['credits']} credits")
-        for rank, ago in state.get("peers", {}).items():
-            left = " (has left)" if rank in self._departed else ""
-            lines.append(f"  rank {rank}{left}: last sign of life {ago:.1f} s ago")
-        return "\n".join(lines)
+        """`view` as text."""
+        return text_of(self.view())
 
 
 def _cause(kind: str) -> str:

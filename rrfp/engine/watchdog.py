@@ -13,11 +13,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Container
-from pathlib import Path
+from collections.abc import Callable, Container, Mapping
 
 from rrfp.comm.transport import Failure
-from rrfp.engine.failure import FailureLatch, describe
+from rrfp.engine.failure import ELSEWHERE, FailureLatch, describe, is_hearsay
 from rrfp.engine.loop import Engine
 
 TICK = 1.0
@@ -33,9 +32,11 @@ class Watcher:
 
     Args:
         engine: whose latch and progress to watch.
-        departed: pipeline ranks that have said goodbye; their silence means nothing.
-        report: writes a report somewhere that outlives the process; called once, with the text, from the watcher's thread.
-            Returns where it is, or None.
+        departed: ranks that have said goodbye; their silence means nothing.
+        report: writes a report somewhere that outlives the process; called once, with the text and this rank's view, from the
+            watcher's thread. Returns where it is, or None.
+        abort: tells a failure to whoever does not hear it from the engine's transport. Called once, at once.
+        silences: ranks of other pipelines to watch, by name: seconds since each one's last sign of life.
         grace: seconds after a failure until the process is ended.
     """
 
@@ -44,13 +45,17 @@ class Watcher:
         engine: Engine,
         *,
         departed: Container[int],
-        report: Callable[[str], str | None],
+        report: Callable[[str, dict], str | None],
+        abort: Callable[[Failure], None] = lambda failure: None,
+        silences: Callable[[], Mapping[str, float]] = dict,
         grace: float = GRACE,
     ):
         self._engine = engine
         self._name = engine.latch.name
         self._departed = departed
         self._report = report
+        self._abort = abort
+        self._silences = silences
         self._grace = grace
         self._stop = threading.Event()
         self._details = ""
@@ -85,6 +90,7 @@ class Watcher:
             last = now
         if latch.failure is not None:
             self._arm()
+            self._abort(latch.failure)
             self._tell(latch)
         self.told.set()
 
@@ -96,38 +102,40 @@ class Watcher:
         if engine.in_call and running is not None and idle > limit:
             self._fail(Failure(engine.rank, str(running), f"{running} has been running for {idle:.0f} s and does not return"))
             return
+        # Heartbeats come from a thread of that process: whatever its main thread computes, they go on.
+        silent = "no sign of life for {:.0f} s: stopped, or its machine hangs".format
         for rank, silence in engine.transport.state()["peers"].items():
             if silence > limit and rank not in self._departed:
-                # Heartbeats come from a thread of that process: whatever its main thread computes, they go on.
-                text = f"no sign of life for {silence:.0f} s: stopped, or its machine hangs"
-                self._fail(Failure(rank, "heartbeat", text, lost=True))
+                self._fail(Failure(rank, "heartbeat", silent(silence), lost=True))
+                return
+        for name, silence in self._silences().items():
+            if silence > limit:
+                self._fail(Failure(engine.rank, ELSEWHERE, f"{name} was lost (heartbeat): {silent(silence)}"))
                 return
 
     def _fail(self, failure: Failure) -> None:
         engine = self._engine
-        try:
-            hang = engine.hang_report()
-        except RuntimeError as error:  # the rank loop moves on while we read
-            hang = f"(no hang report: {error})"
-        own = failure.rank == engine.rank
+        hang = engine.hang_report()
+        own = failure.rank == engine.rank and not is_hearsay(failure)
         details = f"{hang}\n{stacks()}" if own else hang
         if engine.latch.set(failure):
             self._details = details
-            engine.transport.abort(failure._replace(traceback=details) if own else failure)
+            engine.abort(failure._replace(traceback=details) if own else failure)
 
     def _tell(self, latch: FailureLatch) -> None:
         engine, failure = self._engine, latch.failure
+        view = engine.view() | {"stacks": stacks(), "failure": failure._asdict()}
         me = f"[rrfp] {self._name(engine.rank)}"
         lines = [f"{me}: {describe(failure, self._name)}",
                  f"{me} in call {engine.call}: running {engine.running or 'nothing'}, last action {engine.last_action}"]
         lines += [self._details] if self._details else []
         stamp = f"{time.strftime('%Y-%m-%d %H:%M:%S')}, {socket.gethostname()}, process {os.getpid()}"
         try:
-            path = self._report("\n".join([stamp, *lines]))
+            path = self._report("\n".join([stamp, *lines]), view)
         except Exception as error:  # whatever went wrong with the file, what follows must still be said
             path, lines = None, [*lines, f"{me}: no report was written: {error!r}"]
         engine.recorder.flush()  # the process may end without another chance to write what the failed call did
-        if failure.rank == engine.rank and not self._details:
+        if failure.rank == engine.rank and not self._details and not is_hearsay(failure):
             return  # the main thread raised it: its own traceback says all
         if engine.in_call:
             # The main thread will raise the failure with the remote traceback: once is enough.
@@ -149,21 +157,3 @@ def stacks() -> str:
     return "\n".join(
         f"--- thread {thread.name} ---\n{''.join(traceback.format_stack(frames[thread.ident])).rstrip()}" for thread in threads)
 
-
-def write_report(text: str, *, rank: int, directory: str | None) -> str | None:
-    """Write `text` to `rrfp-failure-rank<r>.txt` in $RRFP_REPORT_DIR, else `directory`, else the working directory.
-
-    Returns the path, None if it could not be written.
-    Under torchrun the agent ends the survivors as soon as one rank is gone, and what they print may be lost: the file stays.
-    """
-    failed = []
-    for folder in dict.fromkeys([os.environ.get("RRFP_REPORT_DIR") or directory or ".", "."]):
-        path = Path(folder) / f"rrfp-failure-rank{rank}.txt"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
-            return str(path)
-        except OSError as error:
-            failed.append(str(error))
-    print(f"[rrfp] rank {rank}: could not write a failure report: {'; '.join(failed)}", file=sys.stderr, flush=True)
-    return None

@@ -10,10 +10,12 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
+from rrfp.comm.rendezvous import Fact
 from rrfp.errors import ConfigurationError
 from rrfp.megatron.compatibility import check_call, delegation
 from rrfp.megatron.executor import MegatronExecutor, StepContext
-from rrfp.megatron.measured import REFUSED, agree, gather_durations
+from rrfp.megatron.facts import first_call_facts
+from rrfp.megatron.measured import gather_durations
 from rrfp.megatron.microbatches import MicrobatchIterator
 from rrfp.megatron.options import Options
 from rrfp.megatron.rerun import in_rerun, number_results
@@ -89,7 +91,10 @@ def make_forward_backward(options: Options, *, original: Callable, interleaved: 
             call=runtime.engine.call + 1,
             total_num_tokens=torch.zeros([], dtype=torch.int, device="cuda"),
         )
-        _run(runtime, options, context, pp_group)
+        describe_call = functools.partial(
+            first_call_facts, config, groups, microbatches=num_microbatches, micro_batch_size=micro_batch_size,
+            seq_length=decoder_seq_length or seq_length, forward_only=forward_only)
+        _run(runtime, options, context, pp_group, describe_call)
 
         if finalize:
             schedules.finish_embedding_wgrad_compute(config, embedding, last_stage, groups.tp)
@@ -107,12 +112,12 @@ def make_forward_backward(options: Options, *, original: Callable, interleaved: 
     return forward_backward
 
 
-def _run(runtime: Runtime, options: Options, context: StepContext, pp_group) -> None:
-    """One call of the engine."""
+def _run(runtime: Runtime, options: Options, context: StepContext, pp_group, describe_call: Callable[..., dict[str, Fact]]) -> None:
+    """One call of the engine. describe_call(rows=...): what all ranks must have alike in the first."""
     padding = runtime.padding
     free = options.policy.order == "free"
     policy = dataclasses.replace(options.policy, order="microbatch") if free and in_rerun() else options.policy
-    scheduler = _scheduler(runtime, policy, context, pp_group)
+    scheduler = _scheduler(runtime, policy, context, pp_group, describe_call)
     _say_limits(runtime, policy, context.num_microbatches)
     if padding is not None:
         padding.begin(context.call, context.num_microbatches)
@@ -129,23 +134,26 @@ def _run(runtime: Runtime, options: Options, context: StepContext, pp_group) -> 
     runtime.durations = dict(scheduler.durations)
 
 
-def _scheduler(runtime: Runtime, policy: Policy, context: StepContext, pp_group) -> Scheduler:
-    """This call's scheduler. Raises ConfigurationError on every rank if any rank refuses the policy or has other rows."""
-    error, scheduler, digest = None, None, ""
+def _scheduler(
+    runtime: Runtime, policy: Policy, context: StepContext, pp_group, describe_call: Callable[..., dict[str, Fact]],
+) -> Scheduler:
+    """This call's scheduler. Raises ConfigurationError if the policy refuses; in the first call on every rank, if any refuses or differs."""
     measured = gather_durations(runtime.durations, pp_group) if policy.adapts else None
+    refusal, scheduler, rows = None, None, ""
     try:
         scheduler = policy.scheduler(
             runtime.placement, runtime.rank, context.num_microbatches, forward_only=context.forward_only, durations=runtime.durations,
             measured=measured)
-        digest = scheduler.digest
-    except ConfigurationError as refusal:
-        error, digest = refusal, f"{REFUSED}{refusal}"
-    key = (policy, context.num_microbatches)
-    if policy.adapts or key not in runtime.agreed:
-        runtime.agreed.add(key)
-        agree(digest, pp_group, hint=policy.hint)
-    if error is not None:
-        raise error
+        rows = f"digest {scheduler.digest[:12]}"
+    except ConfigurationError as error:
+        refusal, rows = error, f"refused ({error})"
+    # Later calls: every CALL message carries the digest, and is compared with the neighbours' without waiting for them.
+    if not runtime.met:
+        runtime.meet(describe_call(rows=rows))
+        if refusal is not None:
+            runtime.discard()
+    if refusal is not None:
+        raise refusal
     return scheduler
 
 

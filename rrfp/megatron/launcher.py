@@ -3,9 +3,9 @@
 import functools
 import os
 import runpy
-import socket
 import sys
 
+from rrfp.comm.ports import reserve_port
 from rrfp.errors import ConfigurationError
 from rrfp.megatron import add_arguments, install_from_args
 
@@ -56,10 +56,9 @@ def _one_process_without_torchrun() -> None:
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         return
     print("[rrfp] RANK is not set: running as one process; start several with torchrun --nproc-per-node N -m rrfp ...", file=sys.stderr)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    if "MASTER_PORT" not in os.environ:
+        single["MASTER_PORT"] = str(reserve_port())
     for name, value in single.items():
         os.environ.setdefault(name, value)
 

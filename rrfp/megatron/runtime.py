@@ -9,20 +9,26 @@ import functools
 import os
 import resource
 import sys
+import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from rrfp.comm.rendezvous import Fact, compare
 from rrfp.comm.transport import Departure, Failure
 from rrfp.comm.zmq_transport import ZmqTransport
-from rrfp.engine.failure import FailureLatch
-from rrfp.engine.loop import Engine
-from rrfp.engine.watchdog import Watcher, write_report
-from rrfp.errors import PipelineError
+from rrfp.engine.failure import FailureLatch, describe
+from rrfp.engine.loop import FIRST_CALL, Engine
+from rrfp.engine.watchdog import Watcher
+from rrfp.errors import ConfigurationError, PipelineError
+from rrfp.megatron.facts import job_facts
+from rrfp.megatron.failures import FailureReport, name_run
 from rrfp.megatron.options import Options
 from rrfp.megatron.padding import Emulation, Injection
+from rrfp.megatron.replicas import Replicas
 from rrfp.megatron.scalars import Scalars
 from rrfp.mode import mode_name
 from rrfp.placement import Placement
@@ -47,13 +53,15 @@ class Runtime:
         global_ranks: the ranks of the pipeline group, in pipeline order.
         rank: this process' place in it.
         chunks: how many it owns.
-        store: the job's key-value store, as `torch.distributed`'s.
+        store: the job's key-value store, as `torch.distributed`'s; a part of it that is this pipeline's.
+        job_store: a part that all pipelines share.
 
     Raises:
+        ConfigurationError: on every rank, if two disagree on a version, a flag or the size of the job.
         PipelineError: some rank did not come in time; names it.
     """
 
-    def __init__(self, options: Options, *, global_ranks: list[int], rank: int, store, chunks: int = 1):
+    def __init__(self, options: Options, *, global_ranks: list[int], rank: int, store, job_store, chunks: int = 1):
         self.options = options
         self.rank = rank
         self.placement = Placement.looped(len(global_ranks), chunks)
@@ -61,8 +69,8 @@ class Runtime:
         self.recorder = make_recorder(options, global_ranks=global_ranks, rank=rank, placement=self.placement)
         self.scalars = Scalars(rank=rank, ranks=len(global_ranks), store=store)
         self.durations: dict[str, float] = {}
-        self.agreed: set = set()
-        """Policies and numbers of microbatches that all ranks are known to read alike."""
+        self._store = store
+        self._met = False
         self._global_ranks = global_ranks
         self._departed: set[int] = set()
         self._pid = os.getpid()
@@ -78,7 +86,7 @@ class Runtime:
             lanes=options.lanes,
             interface=options.interface,
             delay=getattr(self.padding, "delay", None),
-            heartbeat_s=min(2.0, (options.timeout or 600.0) / 10),
+            heartbeat_s=_heartbeat(options),
         )
         self.engine = Engine(
             rank=rank,
@@ -91,22 +99,73 @@ class Runtime:
         )
         _many_descriptors()
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
+        facts = job_facts(options, world_size=torch.distributed.get_world_size(), pipeline_size=len(global_ranks))
+        compare(store, "facts", "hello", global_ranks[rank], global_ranks, facts, until=time.monotonic() + OPEN_DEADLINE)
         self.transport.open(self._post, deadline=OPEN_DEADLINE)
-        self.watcher = Watcher(self.engine, departed=self._departed, report=self._report)
+        world = torch.distributed.get_world_size()
+        self._failure_report = FailureReport(
+            run=name_run(job_store), directory=options.trace, world=world, pipeline=global_ranks,
+            names=[self.name(each) for each in range(len(global_ranks))], rank=rank)
+        self.replicas = None
+        if rank == 0 and (pipelines := world // len(global_ranks)) > 1:
+            self.replicas = Replicas(pipelines=pipelines, name=self.name(rank), store=job_store, post=self._hear,
+                                     interface=options.interface, heartbeat_s=_heartbeat(options))
+        self.watcher = Watcher(self.engine, departed=self._departed, report=self._report, abort=self._tell_replicas,
+                               silences=dict if self.replicas is None else self.replicas.silences)
 
     def name(self, rank: int) -> str:
         """A pipeline rank as errors call it: by its stages and its rank in the whole job."""
         stages = self.placement.stages_of(rank)
         return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))} (rank {self._global_ranks[rank]})"
 
+    @property
+    def met(self) -> bool:
+        """Whether all ranks have entered the first call, and agree on what it is."""
+        return self._met
+
+    def meet(self, facts: Mapping[str, Fact]) -> None:
+        """In the first call, before its first action: wait for all ranks, and compare.
+
+        Raises:
+            ConfigurationError: on every rank, if two disagree. The pipeline is closed then; the next call connects anew.
+            PipelineError: a rank was lost meanwhile, or has not come; names it.
+        """
+        until = time.monotonic() + FIRST_CALL * self.engine.timeout
+        try:
+            compare(self._store, "facts", "first call", self._global_ranks[self.rank], self._global_ranks, facts, until=until,
+                    look=self.engine.latch.raise_if_set, explain=self._absent)
+        except ConfigurationError:
+            self.discard()
+            raise
+        self._met = True
+
+    def _absent(self, missing: list[int], seconds: float) -> str:
+        """Latches and tells that ranks of the job have not entered the first call. All that wait see the same, and say it alike."""
+        others = f", nor has {' or '.join(self.name(self._global_ranks.index(rank)) for rank in missing[1:])}" if missing[1:] else ""
+        text = (f"has not entered this call within {seconds:.0f} s{others}, and is not known to be lost: it is elsewhere, for example in "
+                "its data loader")
+        failure = Failure(self._global_ranks.index(missing[0]), "call 0", text)
+        if self.engine.latch.set(failure):
+            self.engine.abort(failure)
+        return describe(self.engine.latch.failure, self.name)
+
     def _post(self, event) -> None:
         if type(event) is Departure:
             self._departed.add(event.rank)
         self.engine.post(event)
 
-    def _report(self, text: str) -> str | None:
+    def _hear(self, failure: Failure) -> None:
+        """From the replicas' thread: another pipeline failed."""
+        self.engine.post(failure)
+        self.transport.abort(failure)
+
+    def _tell_replicas(self, failure: Failure) -> None:
+        if self.replicas is not None:
+            self.replicas.tell(failure, name=self.name)
+
+    def _report(self, text: str, view: dict) -> str | None:
         _record_for_torchrun(text)
-        return write_report(text, rank=self._global_ranks[self.rank], directory=self.options.trace)
+        return self._failure_report.write(text, view)
 
     def tell(self, error: BaseException) -> None:
         """`error` ends this process: tell the others, so that none waits for it. Returns when the watcher has said its own."""
@@ -120,7 +179,7 @@ class Runtime:
                 text += f" (after {', '.join(map(self.name, sorted(self._departed)))} had left)"
             failure = Failure(self.rank, "outside the schedule", text, "".join(traceback.format_exception(error)))
             if latch.set(failure):
-                self.transport.abort(failure)
+                self.engine.abort(failure)
         self.watcher.told.wait(SETTLE)
 
     def close(self, *, exiting: bool = False) -> None:
@@ -132,14 +191,25 @@ class Runtime:
             return
         self._closed = True
         self.watcher.close(exiting=exiting)
-        try:
-            self.transport.close(deadline=CLOSE_DEADLINE)
-        except PipelineError as error:
-            print(f"[rrfp] {self.name(self.rank)}: {error}", file=sys.stderr, flush=True)
+        for link in (self.replicas, self.transport):
+            try:
+                if link is not None:
+                    link.close(deadline=CLOSE_DEADLINE)
+            except PipelineError as error:
+                print(f"[rrfp] {self.name(self.rank)}: {error}", file=sys.stderr, flush=True)
         self.scalars.close()
         self.recorder.close()
         if self.padding is not None:
             print(f"[rrfp] rank {self.rank}: {self.padding.summary()}", flush=True)
+
+    def discard(self) -> None:
+        """Close, and let the next call of the schedule connect anew: for what every rank refuses alike before the first action."""
+        self.close()
+        _runtimes.pop(tuple(self._global_ranks), None)
+
+
+def _heartbeat(options: Options) -> float:
+    return min(2.0, (options.timeout or 600.0) / 10)
 
 
 def _many_descriptors() -> None:
@@ -183,9 +253,9 @@ def runtime_for(options: Options, pp_group: "torch.distributed.ProcessGroup", *,
     if key not in _runtimes:
         # Every opening has keys of its own: what an earlier one left in the store must not be taken for this one's.
         _openings[key] = _openings.get(key, 0) + 1
-        prefix = f"rrfp/{'-'.join(map(str, ranks))}/{chunks}/{_openings[key]}"
-        store = torch.distributed.PrefixStore(prefix, torch.distributed.distributed_c10d._get_default_store())
-        _runtimes[key] = Runtime(options, global_ranks=ranks, rank=pp_group.rank(), store=store, chunks=chunks)
+        own, job = (torch.distributed.PrefixStore(f"rrfp/{whose}/{_openings[key]}", torch.distributed.distributed_c10d._get_default_store())
+                    for whose in (f"{'-'.join(map(str, ranks))}/{chunks}", f"job/{chunks}"))
+        _runtimes[key] = Runtime(options, global_ranks=ranks, rank=pp_group.rank(), store=own, job_store=job, chunks=chunks)
         _hook_exit()
     return _runtimes[key]
 

@@ -25,6 +25,24 @@ class Decision(NamedTuple):
     wake_at: float | None = None
 
 
+class Pending(NamedTuple):
+    """The next action of one (stage, kind), and why it has not been launched."""
+
+    action: Action
+    after: tuple[Action, ...]
+    """Actions of this rank that have not completed."""
+    messages: tuple[Edge, ...]
+    """Edges on which its message has not arrived."""
+    holder: str | None
+    """What holds it though it is ready: a limit or an order. None if nothing does."""
+
+    def __str__(self) -> str:
+        lacks = [*map(str, self.after), *(f"{edge} microbatch {self.action.microbatch}" for edge in self.messages)]
+        if lacks:
+            return f"{self.action} lacks {' and '.join(lacks)}"
+        return f"{self.action} is held by {self.holder}" if self.holder else f"{self.action} is ready"
+
+
 WAIT = Decision(None)
 _BEGUN, _DONE = -1, -2
 
@@ -360,34 +378,41 @@ class Scheduler:
         """Every input is here and it has not been launched."""
         return self._lacking[action] == 0
 
-    def explain(self) -> list[str]:
-        """For a hang report: per (stage, kind) the next action and what holds it, one line each."""
-        lines = [f"{action} is running" for action in self._running]
+    def pending(self) -> list[Pending]:
+        """Per (stage, kind) its next action and what it lacks."""
+        found = []
         for queue in self._queues.values():
             action = self.ready_in(queue) or queue.head
             if action is None:
                 continue
             task = self._tasks[action]
-            lacks = [str(before) for before in task.after if self._lacking[before] != _DONE]
-            lacks += [f"{edge} microbatch {action.microbatch}" for edge in task.arrivals
-                      if (edge, action.microbatch) in self._waiters]
-            if lacks:
-                lines.append(f"{action} lacks {' and '.join(lacks)}")
-            elif not self.admits(queue, action):
-                lines.append(f"{action} is held by {self._holder(queue, action)}")
-            else:
-                lines.append(f"{action} is ready")
-        return lines
+            after = tuple(before for before in task.after if self._lacking[before] != _DONE)
+            messages = tuple(edge for edge in task.arrivals if (edge, action.microbatch) in self._waiters)
+            found.append(Pending(action, after, messages, self._holder(queue, action)))
+        return found
+
+    def explain(self) -> list[str]:
+        """For a hang report: per (stage, kind) the next action and what holds it, one line each."""
+        return [f"{action} is running" for action in self._running] + [str(each) for each in self.pending()]
+
+    @property
+    def due(self) -> tuple[Action, ...] | None:
+        """The actions of which a fixed order wants one next; None where the order is no more than a hint."""
+        return tuple(self.hint.due) if self.hint.strict else None
 
     def lacking(self) -> list[Edge]:
         """Edges whose message the next action of some (stage, kind) waits for."""
         heads = [queue.head for queue in self._queues.values() if queue.head is not None]
         return [edge for head in heads for edge in self._tasks[head].arrivals if (edge, head.microbatch) in self._waiters]
 
-    def _holder(self, queue: Queue, action: Action) -> str:
+    def _holder(self, queue: Queue, action: Action) -> str | None:
         task = self._tasks[action]
         if task.in_flight > 0 and self.limit - self.in_flight < queue.need:
             return f"the limit {self.limit} (in flight {self.in_flight})"
         if task.backlog > 0 and self._full_of_weights():
             return f"the bound of {self.max_pending_w} pending weight gradients (pending {self.pending_w})"
-        return f"the order of forwards (next is {self._forwards[self._forward_position]})"
+        if not self.admits(queue, action):
+            return f"the order of forwards (next is {self._forwards[self._forward_position]})"
+        if self.due is not None and action not in self.due:
+            return f"the fixed order (next is {' or '.join(map(str, self.due))})"
+        return None

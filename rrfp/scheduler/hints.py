@@ -222,6 +222,11 @@ class Strict(_Listed):
 
     strict = True
 
+    @property
+    def due(self) -> Sequence[Action]:
+        """Actions of the group that is next, less those launched."""
+        return self._left
+
     def bind(self, scheduler):
         super().bind(scheduler)
         self._at = 0
@@ -229,7 +234,8 @@ class Strict(_Listed):
 
     def choose(self, scheduler, now):
         for action in self._left:
-            if scheduler.is_ready(action) and scheduler.admits(scheduler.queue(action.stage, action.kind), action):
+            # Not just any ready action: inside a tie, too, microbatches of one (stage, kind) keep their order.
+            if scheduler.candidate(scheduler.queue(action.stage, action.kind)) == action:
                 return Decision(action)
         return WAIT
 

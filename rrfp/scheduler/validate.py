@@ -1,5 +1,7 @@
 """Refuses lists that cannot be run, before anything runs."""
 
+import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -82,6 +84,15 @@ def check_first_forward(rows: Sequence[Row], *, source: str) -> None:
                         f" start with {Action('F', action.stage, 0)}, from which its data iterator is learned")
 
 
+def check_message_order(rows: Sequence[Row], pipeline: Sequence[Dependencies], *, source: str) -> None:
+    """A strict list in free order may not wait for a message behind others that it leaves lying: they hold the edge's credits."""
+    if stuck := replay(rows, pipeline, credits=1).stuck:
+        rank, position, action = stuck[0]
+        raise ConfigurationError(
+            f"{source}: rank {rank}, position {position}: {action} waits for a message that stands behind others which the list"
+            " wants later; take messages in the order in which they are sent, or use --rrfp-mode ready")
+
+
 def check_forward_order(rows: Sequence[Row], placement: Placement, microbatches: int, *, source: str) -> None:
     """A strict list under --rrfp-order megatron must run forwards as interleaved 1F1B does."""
     for rank, row in enumerate(rows):
@@ -106,8 +117,11 @@ class Replay:
     """Most pending weight gradients per rank."""
 
 
-def replay(rows: Sequence[Row], pipeline: Sequence[Dependencies]) -> Replay:
-    """Obey the rows with no notion of time: what a rank holds at most depends on its own row alone."""
+def replay(rows: Sequence[Row], pipeline: Sequence[Dependencies], *, credits: float = math.inf) -> Replay:
+    """Obey the rows with no notion of time: what a rank holds at most depends on its own row alone.
+
+    credits: messages of one edge that may be under way or not yet consumed; a list that runs with few runs with more.
+    """
     done: set[Action] = set()
     arrived: set[tuple[Edge, int | None]] = set()
     left = [[list(group) for group in reversed(row)] for row in rows]
@@ -138,13 +152,25 @@ def replay(rows: Sequence[Row], pipeline: Sequence[Dependencies]) -> Replay:
             yield pipeline[rank].tasks[ready]
 
     receiver = {edge: index for index, d in enumerate(pipeline) for task in d.tasks.values() for edge in task.arrivals}
+    sent: dict[Edge, deque[int | None]] = {edge: deque() for edge in receiver}
+    free = dict.fromkeys(receiver, credits)
     wake = list(range(len(rows)))
+
+    def deliver(edge: Edge) -> None:
+        while sent[edge] and free[edge]:
+            free[edge] -= 1
+            arrived.add((edge, sent[edge].popleft()))
+            wake.append(receiver[edge])
+
     while wake:
         for task in advance(wake.pop()):
+            for edge in task.arrivals:
+                free[edge] += 1
+                deliver(edge)
             for edge in task.sends:
-                arrived.add((edge, task.action.microbatch))
                 if edge in receiver:
-                    wake.append(receiver[edge])
+                    sent[edge].append(task.action.microbatch)
+                    deliver(edge)
     stuck = [(pipeline[r].rank, len(actions_of(rows[r])) - sum(map(len, groups)), groups[-1][0])
              for r, groups in enumerate(left) if groups]
     return Replay(stuck, peaks, pendings)

@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from rrfp.action import Action, Edge
+from rrfp.comm.transport import Failure
 
 
 class Agreement(Protocol):
-    """One member's end. No method blocks; `wake` (see `open`) is called from any thread when there is news."""
+    """One member's end. No method blocks, `close` for about a second at most."""
 
-    def open(self, wake: Callable[[], None]) -> None:
-        """Connect to the other members."""
+    def open(self, wake: Callable[[], None], fail: Callable[[Failure], None]) -> None:
+        """From now on `wake` is called, from any thread, when there is news, and `fail` when a member failed or was lost."""
 
     def begin(self, call: int) -> None:
         """A new call starts; what was agreed before is over."""
@@ -35,8 +36,16 @@ class Agreement(Protocol):
         Each action is given out once. The engine asks again only when it has launched it: a member may be behind the leader.
         """
 
+    def abort(self, failure: Failure) -> None:
+        """Tell every member. From any thread; only the first failure counts. Members of a stage are no neighbours of one
+        transport: without this they would learn of each other's end by a deadline only."""
+
+    def state(self) -> dict:
+        """For a hang report. Empty if there is nobody to agree with; else "leader", "members", "decisions" (how many were published,
+        or taken) and "peers", rank -> seconds since its last sign of life."""
+
     def close(self) -> None:
-        """Let go of the other members. Safe to call twice."""
+        """Say goodbye and let go of the other members. Safe to call twice and after a failure."""
 
 
 class Solo:
@@ -45,7 +54,7 @@ class Solo:
     def __init__(self):
         self._new: list[tuple[Edge, int]] = []
 
-    def open(self, wake: Callable[[], None]) -> None:
+    def open(self, wake: Callable[[], None], fail: Callable[[Failure], None] = lambda failure: None) -> None:
         pass
 
     def begin(self, call: int) -> None:
@@ -60,6 +69,12 @@ class Solo:
 
     def decide(self, choice: Action | None) -> Action | None:
         return choice
+
+    def abort(self, failure: Failure) -> None:
+        pass
+
+    def state(self) -> dict:
+        return {}
 
     def close(self) -> None:
         pass

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from rrfp.action import Action, Edge
 from rrfp.comm.clock import VirtualClock
+from rrfp.comm.transport import Failure
 
 
 class ScriptedDomain:
@@ -44,6 +45,8 @@ class ScriptedAgreement:
     def __init__(self, domain: ScriptedDomain, member: int):
         self._domain, self._member = domain, member
         self._wake: Callable[[], None] = lambda: None
+        self._fail: Callable[[Failure], None] = lambda failure: None
+        self._failure: Failure | None = None
         self._call = -1
         self._new: list[tuple[Edge, int]] = []
         self._seen: Counter[tuple[int, Edge, int]] = Counter()  # leader: (call, edge, microbatch) -> members that have it
@@ -53,8 +56,8 @@ class ScriptedAgreement:
     def leads(self) -> bool:
         return self._member == 0
 
-    def open(self, wake: Callable[[], None]) -> None:
-        self._wake = wake
+    def open(self, wake: Callable[[], None], fail: Callable[[Failure], None] = lambda failure: None) -> None:
+        self._wake, self._fail = wake, fail
 
     def begin(self, call: int) -> None:
         self._call = call
@@ -95,6 +98,21 @@ class ScriptedAgreement:
     def hear(self, news: Callable[["ScriptedAgreement"], None]) -> None:
         news(self)
         self._wake()
+
+    def abort(self, failure: Failure) -> None:
+        if self._failure is None:
+            self._failure = failure
+            for other in range(self._domain.size):
+                if other != self._member:
+                    self._domain.tell(self._member, other, lambda member: member._learn(failure))
+
+    def _learn(self, failure: Failure) -> None:
+        if self._failure is None:
+            self._failure = failure
+            self._fail(failure)
+
+    def state(self) -> dict:
+        return {}
 
     def close(self) -> None:
         pass

@@ -125,7 +125,7 @@ def row(directory, wire, rank, ranks, messages, seed):
     """Every edge carries the same pseudo-random messages; arrivals are consumed in a random order and checked."""
     rank, ranks, messages = int(rank), int(ranks), int(messages)
     rng, box = random.Random(int(seed) + rank), Mailbox()
-    transport = make(rank, ranks, directory, wire, credits=rng.randint(1, 4))
+    transport = make(rank, ranks, directory, wire, credits=random.Random(seed).randint(1, 4))
     transport.open(box.put, deadline=WAIT)
     neighbours = [other for other in (rank - 1, rank + 1) if 0 <= other < ranks]
     for call in range(2):

@@ -301,7 +301,7 @@ def test_state(network, kind, part):
     net.begin(2)
     net[0].send(EDGE, 0, (part(8),))
     net.take(1, 1, consume=False)
-    net.settle(lambda: net[0].state()["edges"]["0>1"]["credits"] == 3)
+    net.settle(lambda: (edge := net[0].state()["edges"]["0>1"])["sent"] == 1 and edge["credits"] == 3)
     mine, theirs = net[0].state(), net[1].state()
     assert mine["call"] == 2 and mine["edges"]["0>1"]["direction"] == "out" and mine["edges"]["0>1"]["sent"] == 1
     assert theirs["edges"]["0>1"]["received"] == 1 and theirs["edges"]["0>1"]["waiting"] == 1

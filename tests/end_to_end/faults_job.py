@@ -4,7 +4,6 @@ import json
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rrfp.comm.mailbox import Mailbox
+from rrfp.comm.ports import reserve_port
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -32,15 +32,9 @@ class Ended:
     """Its failure report, empty if it wrote none."""
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def environment(folder: Path, fault: dict) -> dict:
     fault = {**fault, "mark": str(folder / "mark")} if fault else {}
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1",
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserve_port()), "OMP_NUM_THREADS": "1",
             "RRFP_REPORT_DIR": str(folder), "RRFP_TEST_FAULT": json.dumps(fault)}
 
 
@@ -103,6 +97,11 @@ class Server:
         return result
 
 
+def report_path(folder: Path, rank: int) -> Path | None:
+    """What that rank wrote into the report of the job's one failure; None if nothing."""
+    return next(iter(folder.glob(f"rrfp-failure-*/rank{rank}.txt")), None)
+
+
 def report(folder: Path, rank: int) -> str:
-    path = folder / f"rrfp-failure-rank{rank}.txt"
-    return path.read_text() if path.exists() else ""
+    path = report_path(folder, rank)
+    return "" if path is None else path.read_text()

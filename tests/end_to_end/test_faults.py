@@ -168,7 +168,7 @@ def test_a_data_iterator_that_ends_early(server, data, tmp_path, capsys):
     for end in others(ended, 3):
         assert end.seconds < 30
         assert f"{name(3)} failed (3F3): StopIteration" in end.output
-        told = (tmp_path / f"rrfp-failure-rank{end.rank}.txt").stat().st_mtime
+        told = faults_job.report_path(tmp_path, end.rank).stat().st_mtime
         assert told - (tmp_path / "mark").stat().st_mtime < 5
     workers_gone(str(tmp_path))
 

@@ -76,7 +76,7 @@ class Quiet:
     def __init__(self, *flushes):
         self.aborted, self._flushes = [], list(flushes)
 
-    def begin(self, call):
+    def begin(self, call, facts):
         pass
 
     def abort(self, failure):
@@ -176,7 +176,7 @@ def test_a_failure_during_the_last_flush_is_raised_as_itself():
 
 def test_a_transport_that_refuses_to_begin_ends_the_call():
     class Refusing(Quiet):
-        def begin(self, call):
+        def begin(self, call, facts):
             raise PipelineError("call 0 begins after call 3")
 
     engine = engine_of(Refusing())

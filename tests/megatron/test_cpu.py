@@ -4,7 +4,6 @@ import ast
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
+from rrfp.comm.ports import reserve_port  # noqa: E402
 from rrfp.errors import ConfigurationError  # noqa: E402
 from rrfp.megatron import cpu  # noqa: E402
 
@@ -84,9 +84,7 @@ def test_patching_without_cpu_mode_is_refused():
 
 def train(folder, *arguments, ranks=2) -> dict:
     """Train a small GPT over `ranks` pipeline stages; {iteration: its log line}."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(reserve_port())
     files = ROOT / "scripts/tiny_gpt.args", folder / "data/text.args"
     options = [option for text in (*(file.read_text() for file in files), SMALL) for option in text.split()]
     options += [*arguments, "--pipeline-model-parallel-size", str(ranks)]

@@ -7,12 +7,13 @@ parameter.
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from rrfp.comm.ports import reserve_port
 
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
@@ -54,9 +55,7 @@ def tree() -> Path:
 
 def processes(tree, folder, command, *, ranks, **variables) -> tuple[list[int], list[str]]:
     """Run `command` on `ranks` bare processes, the tree (left as it is) first in the path. Exit statuses and outputs."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(reserve_port())
     common = {
         "PYTHONPATH": os.pathsep.join(map(str, (tree, HERE, ROOT))),
         "PYTHONDONTWRITEBYTECODE": "1",

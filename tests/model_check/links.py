@@ -40,7 +40,7 @@ class Link:
 
     def __init__(self, edges: tuple[Edge, ...], *, credits: int, lanes: int, limit: int):
         self.edges, self.credits, self.limit = edges, credits, limit
-        self.outlet = Outlet(edges[0], 1, [Wire() for _ in range(lanes)], None)
+        self.outlet = Outlet(edges[0], 1, [Wire() for _ in range(lanes)], None, most_credits=credits)
         self.inlet = Inlet(edges[0], 0, lanes=lanes, credits=credits, slot_bytes=0, limit=1, shared=False)
         self.back: deque = deque()
         self.held: dict[tuple, Arrival] = {}

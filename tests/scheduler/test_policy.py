@@ -216,3 +216,37 @@ def test_free_order_starts_every_stage_with_microbatch_0(tmp_path):
     assert scheduler.choose(0.0).action is None
     scheduler.arrived(Edge(0, 1), 0)
     assert scheduler.choose(0.0).action == Action("F", 1, 0)
+
+
+def strict_free(tmp_path, *rows) -> Policy:
+    path = tmp_path / "list.csv"
+    path.write_text("\n".join(rows))
+    return Policy(hint=str(path), mode="strict", order="free", limit="3")
+
+
+def test_a_strict_list_that_leaves_messages_lying_is_refused_in_free_order(tmp_path):
+    """With one credit the message of 0B0 holds it until 0B0 runs, which the list wants after 0B1."""
+    policy = strict_free(tmp_path, "0F0,0F1,0B1,0B0", "1F0,1F1,1B0,1B1")
+    with pytest.raises(ConfigurationError, match="rank 0, position 2: 0B1 waits for a message that stands behind others which"):
+        policy.scheduler(Placement.looped(2), 0, 2)
+
+
+def test_a_strict_list_that_takes_messages_as_they_are_sent_runs_in_free_order(tmp_path):
+    rows = run(strict_free(tmp_path, "0F0,0F1,0B1,0B0", "1F0,1F1,1B1,1B0"), Placement.looped(2), 2).rows
+    assert " ".join(map(str, rows[0])) == "0F0 0F1 0B1 0B0"
+
+
+def test_the_papers_limit_with_chunks_in_free_order_is_refused():
+    with pytest.raises(ConfigurationError, match="paper:3: finishes microbatches one by one, which deadlocks with several chunks"):
+        Policy(hint="bf", limit="paper:3", order="free").scheduler(Placement.looped(2, 2), 0, 4)
+    Policy(hint="bf", limit="paper:3", order="free").scheduler(Placement.looped(2), 0, 4)
+
+
+def test_a_tie_of_one_kind_keeps_microbatch_order(tmp_path):
+    path = tmp_path / "list.csv"
+    path.write_text("0F0,0F1,0B0,0B1\n(1F0;1F1)OVERLAP_F_B,1B0,1B1")
+    scheduler = Policy(hint=str(path), mode="strict", limit="2", lanes=2).scheduler(Placement.looped(2), 1, 2)
+    scheduler.arrived(Edge(0, 1), 1)
+    assert scheduler.choose(0.0).action is None
+    scheduler.arrived(Edge(0, 1), 0)
+    assert scheduler.choose(0.0).action == Action("F", 1, 0)

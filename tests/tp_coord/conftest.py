@@ -1,0 +1,6 @@
+"""Members in processes of their own are shared by the tests of this folder."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
