@@ -3,6 +3,7 @@
 import argparse
 
 from rrfp.megatron.options import Options
+from rrfp.tp_coord.agreement import KINDS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -25,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
                        "across chunks. free: any order; same mathematics, other rounding.")
     group.add_argument("--rrfp-lanes", type=int, default=1, metavar="N",
                        help="ordered channels per edge; with more than one, late messages don't hold back those behind them (pays with free order).")
+    group.add_argument("--rrfp-agreement", default="auto", choices=list(KINDS),
+                       help="how ranks whose actions share collectives (tensor, context, expert parallelism) agree on the next one. auto: "
+                       "shared-memory inside a host, messages across hosts.")
     group.add_argument("--rrfp-interface", default=None, metavar="NAME",
                        help="network interface or address for messages between hosts. Default: the one that faces the master.")
     group.add_argument("--rrfp-timeout", type=float, default=None, metavar="SECONDS",
@@ -47,6 +51,6 @@ def options_from(args: argparse.Namespace) -> Options:
         timeout = 60.0 * getattr(args, "distributed_timeout_minutes", 10)
     return Options(
         schedule=args.pipeline_schedule, hint=args.rrfp_hint, mode=args.rrfp_mode, limit=args.rrfp_limit, order=args.rrfp_order,
-        lanes=args.rrfp_lanes, interface=args.rrfp_interface, timeout=timeout, trace=args.rrfp_trace, emulate=args.rrfp_emulate,
+        lanes=args.rrfp_lanes, agreement=args.rrfp_agreement, interface=args.rrfp_interface, timeout=timeout, trace=args.rrfp_trace, emulate=args.rrfp_emulate,
         inject=args.rrfp_inject, nvtx=bool(getattr(args, "profile", False)),
     )

@@ -36,14 +36,6 @@ def check_megatron() -> None:
 
 # What a later release of this package may take. Each: a test on the config, and the option as a user spells it.
 _REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
-    (lambda c: getattr(c, "tensor_model_parallel_size", 1) > 1, "--tensor-model-parallel-size above 1",
-     "collectives inside actions need their ranks to agree on every action, which isn't supported yet"),
-    (lambda c: getattr(c, "context_parallel_size", 1) > 1, "--context-parallel-size above 1",
-     "collectives inside actions need their ranks to agree on every action, which isn't supported yet"),
-    (lambda c: getattr(c, "expert_model_parallel_size", 1) > 1, "--expert-model-parallel-size above 1",
-     "collectives inside actions need their ranks to agree on every action, which isn't supported yet"),
-    (lambda c: (getattr(c, "expert_tensor_parallel_size", None) or 1) > 1, "--expert-tensor-parallel-size above 1",
-     "collectives inside actions need their ranks to agree on every action, which isn't supported yet"),
     (lambda c: (getattr(c, "expert_gtp_weight_remat_size", None) or 1) > 1, "--expert-tensor-parallel-num-weight-shards",
      "its gathers run inside actions over ranks with other data"),
     (lambda c: getattr(c, "delay_wgrad_compute", False), "--delay-wgrad-compute", "a split backward isn't supported yet"),

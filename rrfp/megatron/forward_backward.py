@@ -66,8 +66,7 @@ def make_forward_backward(options: Options, *, original: Callable, interleaved: 
         check_call(config, order=options.order)
         check_call(getattr(models[0], "ddp_config", None), order=options.order)  # FSDP is named there
         groups, pp_group = _groups(p2p_communicator, pg_collection)
-        _check_groups(groups)
-        runtime = runtime_for(options, pp_group, chunks=len(models))
+        runtime = runtime_for(options, pp_group, collection=groups, chunks=len(models))
         finalize = config.finalize_model_grads_func is not None and not forward_only
         last_stage = runtime.rank == runtime.placement.ranks - 1
         embedding = schedules.clear_embedding_activation_buffer(config, model, last_stage) if finalize else None
@@ -227,17 +226,6 @@ def _default_groups():
     groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
     groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     return groups
-
-
-def _check_groups(groups) -> None:
-    options = {"tp": "--tensor-model-parallel-size", "cp": "--context-parallel-size", "ep": "--expert-model-parallel-size",
-               "expt_tp": "--expert-tensor-parallel-size"}
-    for name, option in options.items():
-        group = getattr(groups, name, None)
-        if group is not None and group.size() > 1:
-            raise ConfigurationError(
-                f"--pipeline-schedule rrfp with {option} {group.size()}: collectives inside actions need their ranks to agree "
-                "on every action, which isn't supported yet; use --pipeline-schedule 1f1b")
 
 
 _said: set[str] = set()

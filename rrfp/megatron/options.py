@@ -7,6 +7,7 @@ from pathlib import Path
 from rrfp.errors import ConfigurationError
 from rrfp.megatron.padding import LEVELS, parse_scenario
 from rrfp.policy import Policy, register_hint
+from rrfp.tp_coord.agreement import KINDS
 
 SCHEDULES = ("1f1b", "rrfp")
 
@@ -17,6 +18,7 @@ class Options:
 
     schedule: `1f1b` leaves Megatron's schedule in place; `rrfp` replaces it.
     hint, mode, limit, order, lanes: see `rrfp.policy.Policy`.
+    agreement: how ranks whose actions share collectives agree: one of `rrfp.tp_coord.opening.KINDS`.
     interface: network interface or address for messages between hosts; None: the one that faces the master.
     timeout: seconds without progress inside a call (three times that in the first); None: 600 (the command line takes
         Megatron's distributed timeout).
@@ -35,6 +37,7 @@ class Options:
     limit: str = "1f1b"
     order: str = "microbatch"
     lanes: int = 1
+    agreement: str = "auto"
     interface: str | None = None
     timeout: float | None = None
     trace: str | None = None
@@ -48,6 +51,8 @@ class Options:
             raise ConfigurationError(f"--pipeline-schedule {self.schedule}: no such schedule; choose one of {', '.join(SCHEDULES)}")
         if self.timeout is not None and not 0 < self.timeout < float("inf"):
             raise ConfigurationError(f"--rrfp-timeout {self.timeout:g}: a timeout is a number of seconds above 0; nothing waits for ever")
+        if self.agreement not in KINDS:
+            raise ConfigurationError(f"--rrfp-agreement {self.agreement}: no such way to agree; choose one of {', '.join(KINDS)}")
         if self.emulate is not None:
             parse_scenario(self.emulate)
         if self.inject is not None and self.inject not in LEVELS:

@@ -24,6 +24,7 @@ from rrfp.engine.failure import FailureLatch, describe
 from rrfp.engine.loop import FIRST_CALL, Engine
 from rrfp.engine.watchdog import Watcher
 from rrfp.errors import ConfigurationError, PipelineError
+from rrfp.megatron.domain import find_domain, groups_of
 from rrfp.megatron.facts import job_facts
 from rrfp.megatron.failures import FailureReport, name_run
 from rrfp.megatron.options import Options
@@ -33,7 +34,7 @@ from rrfp.megatron.scalars import Scalars
 from rrfp.mode import mode_name
 from rrfp.placement import Placement
 from rrfp.scheduler.dependencies import chain
-from rrfp.tp_coord.agreement import Solo
+from rrfp.tp_coord.opening import open_agreement
 from rrfp.trace.recorder import Recorder
 
 OPEN_DEADLINE = 300.0
@@ -55,13 +56,14 @@ class Runtime:
         chunks: how many it owns.
         store: the job's key-value store, as `torch.distributed`'s; a part of it that is this pipeline's.
         job_store: a part that all pipelines share.
+        groups: ranks of the process groups whose collectives run inside this rank's actions.
 
     Raises:
         ConfigurationError: on every rank, if two disagree on a version, a flag or the size of the job.
         PipelineError: some rank did not come in time; names it.
     """
 
-    def __init__(self, options: Options, *, global_ranks: list[int], rank: int, store, job_store, chunks: int = 1):
+    def __init__(self, options: Options, *, global_ranks: list[int], rank: int, store, job_store, groups=(), chunks: int = 1):
         self.options = options
         self.rank = rank
         self.placement = Placement.looped(len(global_ranks), chunks)
@@ -88,11 +90,17 @@ class Runtime:
             delay=getattr(self.padding, "delay", None),
             heartbeat_s=_heartbeat(options),
         )
+        until = time.monotonic() + OPEN_DEADLINE
+        self.domain = find_domain(groups, rank=global_ranks[rank], stage=rank, store=job_store, until=until)
+        self.agreement = open_agreement(
+            options.agreement, domain=self.domain, rank=global_ranks[rank], store=job_store,
+            edges=sorted({edge for task in tasks for edge in task.arrivals}), lanes=options.lanes, deadline=OPEN_DEADLINE,
+            heartbeat_s=_heartbeat(options), silence_s=2.4 * (options.timeout or 600.0), interface=options.interface)
         self.engine = Engine(
             rank=rank,
             owner=self.placement.rank_of,
             transport=self.transport,
-            agreement=Solo(),
+            agreement=self.agreement,
             recorder=self.recorder,
             timeout=options.timeout or 600.0,
             latch=FailureLatch(name=self.name),
@@ -102,6 +110,7 @@ class Runtime:
         facts = job_facts(options, world_size=torch.distributed.get_world_size(), pipeline_size=len(global_ranks))
         compare(store, "facts", "hello", global_ranks[rank], global_ranks, facts, until=time.monotonic() + OPEN_DEADLINE)
         self.transport.open(self._post, deadline=OPEN_DEADLINE)
+        self.agreement.open(self.engine.wake, self.engine.hear)
         world = torch.distributed.get_world_size()
         self._failure_report = FailureReport(
             run=name_run(job_store), directory=options.trace, world=world, pipeline=global_ranks,
@@ -197,6 +206,7 @@ class Runtime:
                     link.close(deadline=CLOSE_DEADLINE)
             except PipelineError as error:
                 print(f"[rrfp] {self.name(self.rank)}: {error}", file=sys.stderr, flush=True)
+        self.agreement.close()
         self.scalars.close()
         self.recorder.close()
         if self.padding is not None:
@@ -242,20 +252,25 @@ def make_recorder(options: Options, *, global_ranks: list[int], rank: int, place
     return Recorder(rank=rank, stages=placement.stages_of(rank), directory=directory, ranks=placement.ranks, nvtx=options.nvtx, mode=mode)
 
 
-_runtimes: dict[tuple[tuple[int, ...], int], Runtime] = {}
-_openings: dict[tuple[tuple[int, ...], int], int] = {}
+_runtimes: dict[tuple, Runtime] = {}
+_openings: dict[tuple, int] = {}
+"""By ranks of the pipeline, groups inside actions, and chunks per rank."""
 
 
-def runtime_for(options: Options, pp_group: "torch.distributed.ProcessGroup", *, chunks: int = 1) -> Runtime:
-    """The runtime of this pipeline group, connected at first use. The same ranks and chunks get the same runtime again."""
+def runtime_for(options: Options, pp_group: "torch.distributed.ProcessGroup", *, collection=None, chunks: int = 1) -> Runtime:
+    """The runtime of this pipeline group, connected at first use. The same groups and chunks get the same runtime again.
+
+    collection: the process groups that the schedule was given, if any.
+    """
     ranks = torch.distributed.get_process_group_ranks(pp_group)
-    key = (tuple(ranks), chunks)
+    groups = groups_of(collection)
+    key = (tuple(ranks), groups, chunks)
     if key not in _runtimes:
         # Every opening has keys of its own: what an earlier one left in the store must not be taken for this one's.
         _openings[key] = _openings.get(key, 0) + 1
         own, job = (torch.distributed.PrefixStore(f"rrfp/{whose}/{_openings[key]}", torch.distributed.distributed_c10d._get_default_store())
                     for whose in (f"{'-'.join(map(str, ranks))}/{chunks}", f"job/{chunks}"))
-        _runtimes[key] = Runtime(options, global_ranks=ranks, rank=pp_group.rank(), store=own, job_store=job, chunks=chunks)
+        _runtimes[key] = Runtime(options, global_ranks=ranks, rank=pp_group.rank(), store=own, job_store=job, groups=groups, chunks=chunks)
         _hook_exit()
     return _runtimes[key]
 

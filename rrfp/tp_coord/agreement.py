@@ -11,6 +11,10 @@ from rrfp.action import Action, Edge
 from rrfp.comm.transport import Failure
 
 
+KINDS = ("auto", "shared-memory", "messages", "broadcast", "all-gather")
+"""The values of --rrfp-agreement."""
+
+
 class Agreement(Protocol):
     """One member's end. No method blocks, `close` for about a second at most."""
 

@@ -10,15 +10,13 @@ from rrfp.comm import rendezvous
 from rrfp.comm.authentication import Keys
 from rrfp.comm.connections import Connections
 from rrfp.errors import ConfigurationError
-from rrfp.tp_coord.agreement import Agreement, Solo
+from rrfp.tp_coord.agreement import KINDS, Agreement, Solo
 from rrfp.tp_coord.channel import Peer
 from rrfp.tp_coord.domain import Domain
 from rrfp.tp_coord.member import Member
 from rrfp.tp_coord.messages import MessageChannel
 from rrfp.tp_coord.receipts import Receipts
 from rrfp.tp_coord.shared_memory import Bell, Page, SharedMemoryChannel
-
-KINDS = ("auto", "shared-memory", "messages", "broadcast", "all-gather")
 
 
 def open_agreement(
