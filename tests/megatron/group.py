@@ -73,6 +73,15 @@ class Group:
         logs = [(self._folder / f"log{rank}.txt").read_text()[-3000:] for rank in range(self.ranks)]
         return "\n".join(f"--- rank {rank} ---\n{text}" for rank, text in enumerate(logs))
 
+    def kill(self) -> None:
+        """End every process, whatever it is doing: for a group whose failure was wanted."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.kill()
+            process.wait(10)
+        self._directory.cleanup()
+
     def __enter__(self):
         return self
 

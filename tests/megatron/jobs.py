@@ -38,7 +38,7 @@ def job(function):
 
 
 class RandomDelays:
-    """Delays actions and messages at random: readiness comes in an order that no list foresaw. A `Padding`."""
+    """Delays actions and messages at random, differently on each rank: readiness comes in an order that no list foresaw. A `Padding`."""
 
     def __init__(self):
         self.seed, self.longest = 0, 0.0
@@ -53,14 +53,14 @@ class RandomDelays:
         return self._sleep(f"{self.seed}/{call}/{action}")
 
     def _sleep(self, key):
-        rng = random.Random(key)
+        rng = random.Random(f"{os.environ['RANK']}/{key}")
         pause = self.longest * rng.random() if rng.random() < 0.5 else 0.0
         if pause:
             time.sleep(pause)
         return pause
 
     def delay(self, edge, microbatch):
-        rng = random.Random(f"{self.seed}/{self._call}/{edge}/{microbatch}")
+        rng = random.Random(f"{os.environ['RANK']}/{self.seed}/{self._call}/{edge}/{microbatch}")
         return 2 * self.longest * rng.random() if rng.random() < 0.4 else 0.0
 
     def summary(self):
@@ -153,6 +153,31 @@ def gradients_of(*, microbatches, own=True, **settings):
         "losses": [loss.numpy() for loss in result["losses"]],
         "gradients": {name: gradient.numpy() for name, gradient in result["gradients"].items()},
     }
+
+
+@job
+def without_agreement(*, keep, microbatches, seeds, timeout=6.0, **settings):
+    """What happens when ranks whose actions share collectives do not agree, or only those of the groups in `keep` do.
+
+    An error, or the first difference from Megatron; None if nothing went wrong. The group cannot go on after it.
+    """
+    from rrfp.megatron import domain
+
+    expected = reference(microbatches, steps=2, **settings)
+    model, optimizer, state = model_for(**settings)
+    runtimes.close_all()
+    domain._GROUPS = {name: get for name, get in domain._GROUPS.items() if name in keep}
+    for seed in seeds:
+        DELAYS.seed, DELAYS.longest = seed, 0.004
+        state.restore()
+        try:
+            function = make_forward_backward(Options(timeout=timeout, hint="bf"), original=own(), interleaved=own() is OWN_INTERLEAVED)
+            got = gpt.train(function, model, optimizer, microbatches, steps=2)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        if (where := gpt.difference(expected, got)) is not None:
+            return f"seed {seed}: {where}"
+    return None
 
 
 @job

@@ -4,6 +4,7 @@ import hashlib
 import pydoc_data.topics
 
 import torch
+from attention import GatheringAttention, positions
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.enums import ModelType
@@ -18,14 +19,14 @@ TEXT = "".join(pydoc_data.topics.topics.values()).encode("utf-8", "replace")
 
 def build(
     *, dropout: float = 0.1, recompute: bool = False, dtype=torch.float32, overlap: bool = False, layers: int = LAYERS, experts: int = 0,
-    distributed: bool = False, gather: bool = False, tied: bool = True, attention=None, **config
+    distributed: bool = False, gather: bool = False, align: bool = False, tied: bool = True, **config
 ):
     """(model, optimizer): the model in DDP, or a `ModuleList` of the rank's chunks in DDP.
 
     The same weights whatever the number of stages: every parameter is seeded by its global name.
 
     experts: MoE layers of so many experts with an auxiliary loss, or 0. distributed: the distributed optimizer. gather: it overlaps its
-    gathers with the forwards. attention: another core attention's module.
+    gathers with the forwards. align: collectives of data parallelism are started by the schedule, aligned over the pipeline.
     """
     seed_generators()
     chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
@@ -64,9 +65,13 @@ def build(
         overlap_grad_reduce=overlap or gather, overlap_param_gather=gather, use_distributed_optimizer=distributed,
         grad_reduce_in_fp32=dtype != torch.float32, bucket_size=2000 if overlap or gather else None)
     models = [DistributedDataParallel(settings, ddp, chunk, disable_bucketing=vp_stage not in (None, 0))
-              for vp_stage, chunk in _chunks(settings, chunks, experts, dtype, tied, attention)]
+              for vp_stage, chunk in _chunks(settings, chunks, experts, dtype, tied)]
     settings.finalize_model_grads_func = finalize_model_grads
     several = len(models) > 1
+    if align:
+        settings.grad_sync_func = [chunk.start_grad_sync for chunk in models] if several else models[0].start_grad_sync
+        if gather:
+            settings.param_sync_func = [chunk.start_param_sync for chunk in models] if several else models[0].start_param_sync
     settings.no_sync_func = [chunk.no_sync for chunk in models] if several else models[0].no_sync
     model = torch.nn.ModuleList(models) if several else models[0]
     model.config = settings
@@ -96,11 +101,12 @@ def build(
     return model, optimizer
 
 
-def _chunks(settings, chunks, experts, dtype, tied, attention):
+def _chunks(settings, chunks, experts, dtype, tied):
     """(vp_stage, module) of every chunk of this rank."""
     specification = get_gpt_layer_local_spec(num_experts=experts or None)
-    if attention is not None:
-        specification.submodules.self_attention.submodules.core_attention = attention
+    if settings.context_parallel_size > 1:
+        # Megatron's local one refuses it. With experts the specification lists its layers.
+        specification.submodules.self_attention.submodules.core_attention = GatheringAttention
     for vp_stage in [None] if chunks is None else range(chunks):
         at = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
         chunk = GPTModel(
@@ -177,6 +183,9 @@ def forward_step(data_iterator, model):
     """As pretrain_gpt's: reads tokens on the first stage and labels on the last, and pulls an item on every stage that has an iterator."""
     batch = next(data_iterator) if data_iterator is not None else {"tokens": None, "labels": None, "index": None}
     length = batch["tokens"].shape[1] if batch["tokens"] is not None else SEQUENCE
+    if (size := parallel_state.get_context_parallel_world_size()) > 1:
+        here = positions(length, size=size, rank=parallel_state.get_context_parallel_rank())
+        batch = batch | {name: batch[name][:, here] for name in ("tokens", "labels") if batch[name] is not None}
     position_ids = torch.arange(length).expand(BATCH, -1)
     mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
     output = model(batch["tokens"], position_ids, mask, labels=batch["labels"])
