@@ -20,7 +20,7 @@ SILENT = 5.0
 CAUSES = ("failed", "silent", "elsewhere", "running", "lost message", "lost credit", "not taken", "sender", "held", "unknown")
 """What may be found, what explains most first."""
 _STACKS = 4
-"""Stacks shown of ranks that are elsewhere or run something."""
+"""Ranks whose stacks are shown."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,12 @@ class Report:
     views: tuple[dict, ...]
     states: dict[int, str]
     """Rank of the job -> what it was doing."""
+    traceback: str
+    """Of the rank that failed first, "" if it told none."""
 
     def data(self) -> dict:
         """As JSON, without the views, which have files of their own."""
-        found = {name: value for name, value in vars(self).items() if name not in ("views", "missing")}
+        found = {name: value for name, value in vars(self).items() if name not in ("views", "missing", "traceback")}
         return found | {"missing": self.missing and asdict(self.missing), "present": [view["global_rank"] for view in self.views],
                         "states": {str(rank): state for rank, state in self.states.items()}}
 
@@ -86,8 +88,10 @@ class Report:
         lines += ["", *_table(self._rows())]
         for view in self.views:
             lines += ["", f"--- {_name(view)}, {view['host']}, process {view['pid']}: {self.states[view['global_rank']]} ---", text_of(view)]
-        telling = [view for view in self.views if view["global_rank"] == self.culprit]
-        telling += [view for view in self.views if view not in telling and (view["running"] or not view["in_call"])]
+        if self.traceback:
+            lines += ["", "--- traceback of the first failure ---", self.traceback.rstrip()]
+        # A failed rank's stack shows its end, not its error; where no rank is at fault, any may tell.
+        telling = [view for view in self.views if self.culprit in (None, view["global_rank"])] if self.cause != "failed" else []
         for view in telling[:_STACKS]:
             if view.get("stacks"):
                 lines += ["", f"--- stacks of {_name(view)} ---", view["stacks"]]
@@ -135,7 +139,8 @@ def merge(views: Iterable[dict]) -> Report:
         states.setdefault(rank, "no view, nor is there one of its pipeline")
     cause, verdict, culprit, missing, further = first.judge()
     return Report(views[0]["run"], verdict, cause, None if culprit is None else first.ranks[culprit], missing, tuple(further),
-                  tuple(sorted(set(states) - present)), tuple(views), dict(sorted(states.items())))
+                  tuple(sorted(set(states) - present)), tuple(views), dict(sorted(states.items())),
+                  "" if first.failure is None or first.blamed is None else first.failure["traceback"])
 
 
 class _Pipeline:
