@@ -133,20 +133,23 @@ def simplest(case: Case) -> Case:
     return case.replace(**changes) if any(getattr(case, name) != value for name, value in changes.items()) else case
 
 
+_SIMPLE_HINTS = ("bf", "1f1b", ANY)
+
+
 def smaller(case: Case) -> Iterator[Case]:
     """Every case that is simpler in one field."""
-    counts = tuple(count for count, _ in case.calls)
-    for index, count in enumerate(counts):
-        if len(counts) > 1:
-            yield case.replace(calls=case.calls[:index] + case.calls[index + 1:])
+    for index, (count, forward_only) in enumerate(case.calls):
+        before, after = case.calls[:index], case.calls[index + 1:]
+        if before or after:
+            yield case.replace(calls=before + after)
         if count > 1:
-            yield case.replace(calls=(*case.calls[:index], (count - 1, case.calls[index][1]), *case.calls[index + 1:]))
-        if case.calls[index][1]:
-            yield case.replace(calls=(*case.calls[:index], (count, False), *case.calls[index + 1:]))
+            yield case.replace(calls=(*before, (count - 1, forward_only), *after))
+        if forward_only:
+            yield case.replace(calls=(*before, (count, False), *after))
     for name in ("ranks", "chunks", "members", "lanes", "credits", "capacity"):
         yield from (case.replace(**{name: value}) for value in range(1, getattr(case, name)))
     for field in fields(Case):
-        if field.name not in ("calls", "seed", "hint") and not isinstance(field.default, int) or field.type == "bool":
+        if field.name not in ("calls", "hint", "seed") and getattr(case, field.name) != field.default:
             yield case.replace(**{field.name: field.default})
-    yield case.replace(first_trainable=0)
-    yield from (case.replace(hint=hint) for hint in ("bf", "1f1b", ANY))
+    place = _SIMPLE_HINTS.index(case.hint) if case.hint in _SIMPLE_HINTS else None
+    yield from (case.replace(hint=hint) for hint in _SIMPLE_HINTS[:place])
