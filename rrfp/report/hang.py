@@ -189,7 +189,7 @@ class _Pipeline:
             if view["call"] > mine["call"] or missing.microbatch in view["edges"][missing.edge].get("handed", ()):
                 return self._under_way(missing, mine, view)
         if view["running"] is not None:
-            return Found("running", f"runs {view['running']} for {view['running_for']:.1f} s", owner)
+            return Found("running", _running(view), owner)
         if not view["in_call"]:
             return Found("unknown", f"has ended call {view['call']}", owner)
         if self.waits(view):
@@ -246,6 +246,9 @@ class _Pipeline:
             return "failed", f"{self.name(self.blamed)} {_told(self.failure)}", self.blamed, None, []
         if self.foreign:
             return "failed", describe(Failure(**self.failure | {"traceback": ""}), self.name), None, None, []
+        for view in self.views.values():
+            if view["stuck"] and view["running"] is not None:
+                return "running", f"{_name(view)} {_running(view)}, and no rank waits for it yet", view["rank"], None, []
         if waits:
             return self._cycle(waits)
         for view in self.views.values():
@@ -301,7 +304,7 @@ class _Pipeline:
         if not view["in_call"]:
             return f"outside the schedule, {_last(view)}"
         if view["running"] is not None:
-            return f"runs {view['running']} for {view['running_for']:.1f} s"
+            return _running(view)
         if waits := self.waits(view):
             return "waits for " + " or ".join(str(each).removeprefix("the ") for each in waits[:3])
         return "; ".join(view["explained"]) or "has run everything"
@@ -309,6 +312,10 @@ class _Pipeline:
 
 def _told(failure: dict) -> str:
     return f"{'was lost' if failure['lost'] else 'failed'} ({failure['where']}): {failure['text']}"
+
+
+def _running(view: dict) -> str:
+    return f"runs {view['running']} for {view['running_for'] or 0.0:.1f} s"
 
 
 def _last(view: dict) -> str:
