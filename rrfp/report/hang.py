@@ -100,7 +100,7 @@ class Report:
     def _rows(self) -> list[list[str]]:
         by_rank = {view["global_rank"]: view for view in self.views}
         names = {rank: name for view in self.views for rank, name in zip(view["pipeline"], view["names"], strict=True)}
-        rows = [["", "host", "process", "call", "what it was doing", "last action", "in flight", "idle"]]
+        rows = [["rank", "host", "process", "call", "what it was doing", "last action", "in flight", "idle"]]
         for rank, state in self.states.items():
             name = names.get(rank, f"rank {rank}")
             if (view := by_rank.get(rank)) is None:
