@@ -18,7 +18,8 @@ from rrfp.tp_coord.messages import MessageChannel
 from rrfp.tp_coord.receipts import Receipts
 from rrfp.tp_coord.shared_memory import Bell, Page, SharedMemoryChannel
 
-KINDS = ("auto", "shared-memory", "messages", "broadcast", "all-gather")
+COLLECTIVE = ("broadcast", "all-gather")
+KINDS = ("auto", "shared-memory", "messages", *COLLECTIVE)
 
 
 def open_agreement(
@@ -40,10 +41,12 @@ def open_agreement(
     """Connect to the other members of a domain. Give the result to an `Engine`, then `open(engine.wake, engine.hear)` it.
 
     Args:
-        kind: "auto" is "shared-memory" where every member can open the leader's page, else "messages".
+        kind: "auto" is "shared-memory" where every member can open the leader's page, else "messages". "broadcast" and "all-gather"
+            run the decisions through a process group of torch (`rrfp.tp_coord.process_group`), and the rest as "auto".
         domain: the members, as ranks of the job. A domain of one needs no channel and gets `Solo`.
-        rank: this rank of the job. Failures name members so: give the transport the ranks of the job too.
-        store: where members find each other, as the transport's.
+        rank: this rank of the job. Failures name members so: give the transport the ranks of the job too, as `rank`, `owner` and
+            `told_of`.
+        store: where members find each other, as the transport's. "broadcast" and "all-gather" need a store of torch.
         edges: edges that come in from other ranks.
         lanes, lane_of: as the transport's.
         deadline: seconds for the members to come.
@@ -91,7 +94,7 @@ class _Opening:
 
     def run(self) -> Member:
         members = self.domain.members
-        if self.kind in ("auto", "shared-memory"):
+        if self.kind != "messages":
             self.listen, self.door = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
             if self.leads:
                 self.page = Page.create(len(members), len(self.receipts.lanes))
@@ -110,7 +113,14 @@ class _Opening:
             channel = self._speak_by_memory()
         else:
             channel = self._speak_by_messages(records)
-        return Member(channel, domain=self.domain, rank=self.rank, receipts=self.receipts)
+        make = Member
+        if self.kind in COLLECTIVE:
+            from rrfp.tp_coord import process_group  # needs torch
+
+            make, channel = process_group.over(
+                self.kind, channel, self.store, namespace=self.namespace, domain=self.domain, rank=self.rank,
+                timeout=2 * self.life["silence_s"])
+        return make(channel, domain=self.domain, rank=self.rank, receipts=self.receipts)
 
     def abandon(self) -> None:
         """What no channel has taken over is let go of."""
