@@ -92,7 +92,7 @@ def cases(**fixed) -> st.SearchStrategy[Case]:
     Few draws of many fields each: most of the time of a small run would otherwise go into drawing it.
     """
     shapes = _choices(fixed, ranks=(1, 2, 2, 2, 3, 3, 4, 5, 6), chunks=(1, 1, 1, 2, 3), placement=("looped", "v", "random"),
-                      first_trainable=(0, 0, 0, 0, 0, 0, 0, 1))
+                      first_trainable=(0,) * 14 + (1, 2))
     shapes = shapes.filter(lambda shape: shape["ranks"] * shape["chunks"] <= MOST_STAGES)
     hints = _choices(fixed, split=(False, True), hint=(ANY, ANY, *RULES, *LISTS, LIST, LIST, LIST, LIST, FILE),
                      max_pending_w=(None, None, 1, 2, 3))
@@ -128,7 +128,7 @@ def simplest(case: Case) -> Case:
         changes["max_pending_w"] = None
     if case.hint == ANY:
         changes["mode"] = "ready"
-    if case.ranks * case.chunks == 1:
+    if case.first_trainable >= case.ranks * case.chunks:
         changes["first_trainable"] = 0
     return case.replace(**changes) if any(getattr(case, name) != value for name, value in changes.items()) else case
 
