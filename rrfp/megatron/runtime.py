@@ -106,9 +106,10 @@ class Runtime:
             run=name_run(job_store), directory=options.trace, world=world, pipeline=global_ranks,
             names=[self.name(each) for each in range(len(global_ranks))], rank=rank)
         self.replicas = None
-        if rank == 0 and (pipelines := world // len(global_ranks)) > 1:
-            self.replicas = Replicas(pipelines=pipelines, name=self.name(rank), store=job_store, post=self._hear,
-                                     interface=options.interface, heartbeat_s=_heartbeat(options))
+        if (pipelines := world // len(global_ranks)) > 1:
+            self.replicas = Replicas(
+                pipelines=pipelines, rank=rank, name=self.name(rank), store=torch.distributed.PrefixStore(f"ring/{rank}", job_store),
+                post=self._hear, interface=options.interface, heartbeat_s=_heartbeat(options))
         self.watcher = Watcher(self.engine, departed=self._departed, report=self._report, abort=self._tell_replicas,
                                silences=dict if self.replicas is None else self.replicas.silences)
 
