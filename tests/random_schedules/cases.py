@@ -76,6 +76,12 @@ class Case:
         rng.shuffle(owners)
         return Placement.of(tuple(owners))
 
+    @property
+    def is_random(self) -> bool:
+        """Whether the seed matters."""
+        drawn = "random" in (self.placement, self.durations, self.delays)
+        return drawn or self.stalls != "none" or self.hint in (ANY, LIST, FILE)
+
     def replace(self, **changes) -> "Case":
         return Case(**asdict(self) | changes)
 
@@ -146,7 +152,11 @@ def smaller(case: Case) -> Iterator[Case]:
             yield case.replace(calls=(*before, (count - 1, forward_only), *after))
         if forward_only:
             yield case.replace(calls=(*before, (count, False), *after))
-    for name in ("ranks", "chunks", "members", "lanes", "credits", "capacity"):
+    for name in ("ranks", "chunks"):
+        for value in range(1, getattr(case, name)):
+            # What a limit's name means depends on both.
+            yield from (case.replace(**{name: value, "limit": limit}) for limit in dict.fromkeys((case.limit, "1f1b", "1", "2", "3")))
+    for name in ("members", "lanes", "credits", "capacity"):
         yield from (case.replace(**{name: value}) for value in range(1, getattr(case, name)))
     for field in fields(Case):
         if field.name not in ("calls", "hint", "seed") and getattr(case, field.name) != field.default:

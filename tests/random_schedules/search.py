@@ -63,7 +63,8 @@ def _shrink_further(outcome: Outcome, broken: dict) -> None:
     progress = True
     while progress:
         progress = False
-        tries = (case.replace(seed=seed) for case in smaller(outcome.case) for seed in (case.seed, *range(_SEEDS)))
+        tries = (case.replace(seed=seed) for case in smaller(outcome.case)
+                 for seed in ((case.seed, *range(_SEEDS)) if case.is_random else (0,)))
         for case in tries:
             if case in tried:
                 continue
