@@ -154,8 +154,8 @@ def smaller(case: Case) -> Iterator[Case]:
             yield case.replace(calls=(*before, (count, False), *after))
     for name in ("ranks", "chunks"):
         for value in range(1, getattr(case, name)):
-            # What a limit's name means depends on both.
-            yield from (case.replace(**{name: value, "limit": limit}) for limit in dict.fromkeys((case.limit, "1f1b", "1", "2", "3")))
+            for limit in dict.fromkeys((case.limit, "1f1b", "1", "2", "3")):  # what a limit's name means depends on both
+                yield case.replace(**{name: value, "limit": limit})
     for name in ("members", "lanes", "credits", "capacity"):
         yield from (case.replace(**{name: value}) for value in range(1, getattr(case, name)))
     for field in fields(Case):
