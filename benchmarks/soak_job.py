@@ -31,7 +31,7 @@ LONGEST_ACTION, LONGEST_DELAY = 0.001, 0.002
 
 @dataclass(frozen=True)
 class Layout:
-    """ranks: of a pipeline. chunks: stages of each. members: pipelines whose processes at a stage agree. agreement: how they do."""
+    """ranks of a pipeline, chunks of each, members: pipelines whose processes at a stage agree, and the agreement they use."""
 
     ranks: int
     chunks: int = 1
