@@ -5,7 +5,7 @@ evaluation, with random microbatches, policy, durations, message sizes and delay
 action starts and, as autograd would read them, when its backward ends. What the processes hold is read from outside, from /proc,
 while all are idle between two blocks of iterations. Exit status 1 with one line if anything grows, or a rank fails.
 
-`--starts N` starts the job N times for one iteration instead, while `--burners` processes burn the cores.
+`--layout eight --starts N` starts a job N times for one iteration instead, while `--burners` processes burn the cores.
 """
 
 import argparse

@@ -52,6 +52,7 @@ LAYOUTS = {
     "chunks": Layout(2, chunks=2),
     "domains": Layout(2, members=2, agreement="shared-memory"),
     "domains-messages": Layout(2, members=2, agreement="messages"),
+    "eight": Layout(4, members=2),
 }
 POLICIES = (Policy(), Policy(), Policy(hint="bf"), Policy(hint="fill-alt", limit="2p"), Policy(hint="1f1b", mode="strict"))
 

@@ -1,6 +1,8 @@
 """Starting a job on a busy machine: it starts, or ends at its deadline and says who did not come."""
 
+import os
 import re
+import socket
 import sys
 import threading
 from functools import partial
@@ -10,10 +12,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks/
 from benchmarks import soak  # noqa: E402
-from benchmarks.soak_job import Layout, Worker  # noqa: E402
+from benchmarks.soak_job import LAYOUTS, Layout, Worker  # noqa: E402
 from rrfp.compare.group import Group  # noqa: E402
 
-EIGHT = Layout(4, members=2)
+EIGHT = LAYOUTS["eight"]
 NAMED = (r"rank \d failed:(?s:.*)PipelineError: ranks? [\d, ]+ "
          r"(did not come within \d+ s \(\w+\): look for their first error, or raise the start-up deadline"
          r"|did not say hello in time: raise the start-up deadline|\(process \d+\) ended)")
@@ -63,3 +65,17 @@ def test_every_rank_names_the_one_that_did_not_come(seed, tmp_path, monkeypatch)
         Group(4, stage=partial(Late, layout=Layout(4), seed=seed, notes=tmp_path), start_deadline=1.0)
     line = "PipelineError: rank 2 did not come within 1 s (who): look for their first error, or raise the start-up deadline"
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {f"rank{index}": line for index in (0, 1, 3)}
+
+
+def test_a_job_of_one_process_keeps_the_port_that_it_will_use(monkeypatch, capsys):
+    """Between the launcher's choice of a port and the job's store nobody else gets it."""
+    launcher = pytest.importorskip("rrfp.megatron.launcher")
+    monkeypatch.setattr(os, "environ", {})
+    launcher._one_process_without_torchrun()
+    address = "127.0.0.1", int(os.environ["MASTER_PORT"])
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(address)
+    socket.create_server(address).close()
+    monkeypatch.setattr(os, "environ", {"MASTER_PORT": "1234"})
+    launcher._one_process_without_torchrun()
+    assert os.environ["MASTER_PORT"] == "1234" and os.environ["RANK"] == "0", "what the user sets stays"
