@@ -34,6 +34,7 @@ def open_agreement(
     deadline: float,
     heartbeat_s: float = 2.0,
     silence_s: float = 60.0,
+    spin_s: float = 5e-5,
     interface: str | None = None,
     namespace: str = "rrfp-agreement",
     host: str | None = None,
@@ -52,6 +53,8 @@ def open_agreement(
         deadline: seconds for the members to come.
         heartbeat_s: seconds between signs of life.
         silence_s: seconds without one after which a member counts as lost.
+        spin_s: shared memory: seconds for which a member that only waits for the others looks again before it goes to sleep. Being
+            woken costs more than most of these waits last; a core is not held for longer than that.
         interface: network name or address for members on other hosts.
         namespace: prefix of the keys in the store. Each opening in one store needs its own.
         host: who shares a host; by default the kernel's own answer.
@@ -69,7 +72,7 @@ def open_agreement(
     if len(domain.members) == 1:
         return Solo()
     opening = _Opening(kind, domain, rank, store, Receipts(edges, lanes, lane_of), time.monotonic() + deadline,
-                       f"{namespace}/{domain.leader}", host or rendezvous.host_identity(), interface, heartbeat_s, silence_s)
+                       f"{namespace}/{domain.leader}", host or rendezvous.host_identity(), interface, heartbeat_s, silence_s, spin_s)
     try:
         return opening.run()
     except BaseException:
@@ -80,11 +83,11 @@ def open_agreement(
 class _Opening:
     """The rounds through the store, and what has been opened on the way."""
 
-    def __init__(self, kind, domain, rank, store, receipts, until, namespace, host, interface, heartbeat_s, silence_s):
+    def __init__(self, kind, domain, rank, store, receipts, until, namespace, host, interface, heartbeat_s, silence_s, spin_s):
         self.kind, self.domain, self.rank, self.store, self.receipts = kind, domain, rank, store, receipts
         self.until, self.namespace, self.host, self.interface = until, namespace, host, interface
         self.life = {"heartbeat_s": heartbeat_s, "silence_s": silence_s}
-        self.leads = rank == domain.leader
+        self.leads, self.spin_s = rank == domain.leader, spin_s
         self.keys = Keys()
         self.page: Page | None = None
         self.listen = self.door = -1
@@ -113,14 +116,15 @@ class _Opening:
             channel = self._speak_by_memory()
         else:
             channel = self._speak_by_messages(records)
-        make = Member
+        make, spin_s = Member, self.spin_s if isinstance(channel, SharedMemoryChannel) else 0.0
         if self.kind in COLLECTIVE:
             from rrfp.tp_coord import process_group  # needs torch
 
+            spin_s = 0.0
             make, channel = process_group.over(
                 self.kind, channel, self.store, namespace=self.namespace, domain=self.domain, rank=self.rank,
                 timeout=2 * self.life["silence_s"])
-        return make(channel, domain=self.domain, rank=self.rank, receipts=self.receipts)
+        return make(channel, domain=self.domain, rank=self.rank, receipts=self.receipts, spin_s=spin_s)
 
     def abandon(self) -> None:
         """What no channel has taken over is let go of."""
