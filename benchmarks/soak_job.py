@@ -31,7 +31,7 @@ LONGEST_ACTION, LONGEST_DELAY = 0.001, 0.002
 
 @dataclass(frozen=True)
 class Layout:
-    """ranks: of a pipeline. chunks: stages of each. members: pipelines whose processes at a stage agree. agreement: how they do."""
+    """ranks of a pipeline, chunks of each, members: pipelines whose processes at a stage agree, and the agreement they use."""
 
     ranks: int
     chunks: int = 1
@@ -52,6 +52,7 @@ LAYOUTS = {
     "chunks": Layout(2, chunks=2),
     "domains": Layout(2, members=2, agreement="shared-memory"),
     "domains-messages": Layout(2, members=2, agreement="messages"),
+    "eight": Layout(4, members=2),
 }
 POLICIES = (Policy(), Policy(), Policy(hint="bf"), Policy(hint="fill-alt", limit="2p"), Policy(hint="1f1b", mode="strict"))
 

@@ -148,8 +148,15 @@ def open_links(settings: Settings, *, until: float) -> Links:
 
 
 def _exchange(settings: Settings, phase: str, record: dict, until: float) -> dict[int, dict]:
-    rendezvous.publish(settings.store, settings.namespace, phase, settings.rank, record)
-    return rendezvous.collect(settings.store, settings.namespace, phase, settings.neighbours, until=until)
+    store, namespace = settings.store, settings.namespace
+
+    def explain(missing: list[int], seconds: float) -> str:
+        # A neighbour may only be waiting for its own neighbours: who never came at all is why nobody gets on.
+        never = [rank for rank in sorted(set(settings.owner.values())) if not store.check([f"{namespace}/who/{rank}"])]
+        return rendezvous.absent(never or missing, seconds, "who" if never else phase)
+
+    rendezvous.publish(store, namespace, phase, settings.rank, record)
+    return rendezvous.collect(store, namespace, phase, settings.neighbours, until=until, explain=explain)
 
 
 def _meet(settings: Settings, rank: int, record: dict) -> Peer:

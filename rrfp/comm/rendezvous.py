@@ -71,14 +71,15 @@ def collect(
         look()
         if time.monotonic() >= until:
             if missing := [rank for rank, key in keys.items() if not store.check([key])]:
-                raise PipelineError((explain or (lambda ranks, seconds: _absent(ranks, seconds, phase)))(missing, time.monotonic() - start))
+                raise PipelineError((explain or (lambda ranks, seconds: absent(ranks, seconds, phase)))(missing, time.monotonic() - start))
             break
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
     return {rank: json.loads(store.get(key)) for rank, key in keys.items()}
 
 
-def _absent(ranks: list[int], seconds: float, phase: str) -> str:
+def absent(ranks: list[int], seconds: float, phase: str) -> str:
+    """The words for ranks that did not come."""
     return (f"{rank_list(ranks)} did not come within {seconds:.0f} s ({phase}): "
             "look for their first error, or raise the start-up deadline")
 

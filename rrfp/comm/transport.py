@@ -119,4 +119,4 @@ class Transport(Protocol):
 
     def state(self) -> dict:
         """For a hang report: "call"; "edges", per edge credits and messages sent, received, waiting; "peers", rank -> seconds
-        since its last sign of life; "calls", rank -> the last call that it told of, None before its first."""
+        since its last sign of life; "calls", rank -> the last call that it entered."""

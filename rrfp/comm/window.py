@@ -65,11 +65,11 @@ class Roll:
         self._rank, self._most = rank, ahead + 1
         self._own: dict[int, Mapping[str, str]] = {}
         self._theirs: dict[int, dict[int, Mapping[str, str]]] = {peer: {} for peer in peers}
-        self.last: dict[int, int | None] = dict.fromkeys(self._theirs)
-        """The latest call that each neighbour has told of."""
+        self.last: dict[int, int] = {}
+        """The latest call that each neighbour has told of; nothing before its first."""
 
     def entered(self, peer: int, call: int) -> bool:
-        return (last := self.last[peer]) is not None and call <= last
+        return peer in self.last and call <= self.last[peer]
 
     def enter(self, call: int, facts: Mapping[str, str]) -> Failure | None:
         """This rank enters a call. What a neighbour that is in it already means by it, if that is something else."""
@@ -96,8 +96,7 @@ class Roll:
         (low, ours), (high, theirs) = sorted([(self._rank, self._own[call]), (peer, waiting[call])], key=lambda end: end[0])
         for old in [old for old in waiting if old <= call]:
             del waiting[old]
-        reached = min(-1 if last is None else last for last in self.last.values())
-        for old in [old for old in self._own if old <= reached]:
+        for old in [old for old in self._own if all(self.entered(other, old) for other in self._theirs)]:
             del self._own[old]
         for name in dict.fromkeys([*ours, *theirs]):
             if ours.get(name) != theirs.get(name):

@@ -226,7 +226,7 @@ class ZmqTransport:
 
     def state(self) -> dict:
         """{"call", "edges": {"0>1": {...}}, "peers": {rank: seconds since its last sign of life},
-        "calls": {rank: the last call it entered, or None}}. Empty in a forked child."""
+        "calls": {rank: the last call that it entered}}. Empty in a forked child."""
         if os.getpid() != self._pid:
             return {}
         with self._lock:
@@ -385,7 +385,7 @@ class ZmqTransport:
                 inlet = self._end(self._links.inlets, header, peer)
                 event = Announcement(header.call, inlet.edge, header.microbatch, now, decode_duration(body))
                 with self._lock:
-                    if header.call != (last := self._roll.last[peer.rank]):  # its CALL came before, on this very channel
+                    if header.call != (last := self._roll.last.get(peer.rank)):  # its CALL came before, on this very channel
                         raise Malformed(f"microbatch {header.microbatch} of call {header.call} is announced, its last call is {last}")
                     if self._window.call is not None and header.call < self._window.call:
                         return  # it travels beside the payloads, so that is no mistake, and of no use

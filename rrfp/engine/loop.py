@@ -317,7 +317,7 @@ class Engine:
                     self.latch.set_event.wait(LOOK)
                     self.latch.raise_if_set()
                 if interrupted or not left:
-                    self._stuck = not interrupted
+                    self._stuck = True
                     raise PipelineError(f"{error}\n{self.hang_report()}") from None
 
     # ------------------------------------------------------------------ failing

@@ -1,12 +1,15 @@
 """Which ranks of the job must agree with this one on every action: read off Megatron's process groups (invariant 6)."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
 from rrfp.comm import rendezvous
+from rrfp.comm.transport import Failure
+from rrfp.engine.failure import ELSEWHERE, describe, is_hearsay
+from rrfp.tp_coord.agreement import Agreement
 from rrfp.tp_coord.domain import Domain, domain_of
 
 _GROUPS = {
@@ -52,3 +55,32 @@ def find_domain(groups: Iterable[tuple[int, ...]], *, rank: int, stage: int, sto
         records |= rendezvous.collect(store, "domain", "groups", missing, until=until)
         missing = {member for record in records.values() for group in record["groups"] for member in group} - set(records)
     return domain_of(rank, [group for record in records.values() for group in record["groups"]], stage_of=lambda one: records[one]["stage"])
+
+
+class NamedAgreement:
+    """An `Agreement` whose members say in words which rank of the job failed: each of them is in another pipeline.
+
+    Args:
+        agreement: the members', by ranks of the job.
+        rank: this rank's place in its pipeline.
+        name: how errors call a rank of this pipeline.
+        member: how errors call another member of the domain.
+    """
+
+    def __init__(self, agreement: Agreement, *, rank: int, name: Callable[[int], str], member: Callable[[int], str]):
+        self._agreement, self._rank, self._name, self._member = agreement, rank, name, member
+        self.begin, self.arrived, self.common, self.decide = agreement.begin, agreement.arrived, agreement.common, agreement.decide
+        self.state, self.close = agreement.state, agreement.close
+
+    def open(self, wake: Callable[[], None], fail: Callable[[Failure], None]) -> None:
+        """As `Agreement.open`."""
+        self._agreement.open(wake, lambda failure: fail(self._elsewhere(failure, self._member)))
+
+    def abort(self, failure: Failure) -> None:
+        """As `Agreement.abort`."""
+        self._agreement.abort(self._elsewhere(failure, self._name))
+
+    def _elsewhere(self, failure: Failure, name: Callable[[int], str]) -> Failure:
+        if is_hearsay(failure):
+            return failure._replace(rank=self._rank)
+        return Failure(self._rank, ELSEWHERE, describe(failure._replace(traceback=""), name), failure.traceback)

@@ -1,16 +1,16 @@
 """News of failures between the pipelines of a job (data-parallel replicas), which exchange no messages of the schedule.
 
-The first ranks of all pipelines form a ring over the same kind of transport that a pipeline has, on which nothing is ever sent but signs
-of life, goodbyes and aborts. So a replica hears of a failure as a neighbour stage does, without the job's store, which dies with the rank
-that keeps it, and without waiting for a collective to break.
+Ranks of the same place in all pipelines form a ring over the same kind of transport that a pipeline has, on which nothing is ever sent but
+signs of life, goodbyes and aborts. So a replica hears of a failure as a neighbour stage does: without the job's store, which dies with the
+rank that keeps it, and without waiting for a collective to break. Every rank is in a ring, so that any survivor of a pipeline can tell.
 
-Who owns what: one thread joins the ring, since others may come late or never; then the transport's own threads serve it. Nothing here
-blocks its caller but `close`.
+Who owns what: one thread joins the ring, since others may come late or never, and ends; the transport's own threads serve it. Nothing
+here blocks its caller but `close`.
 """
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from rrfp.action import Edge
 from rrfp.comm.transport import Departure, Failure
@@ -19,22 +19,24 @@ from rrfp.engine.failure import ELSEWHERE, describe, is_hearsay
 
 _LOOK = 0.2
 """Seconds between looks for the neighbours in the ring."""
+_LONGEST_LOOK = 10.0
 _OPEN_DEADLINE = 60.0
 
 
 class Replicas:
-    """This pipeline's place in the ring. Made by its first rank only.
+    """This rank's place in its ring.
 
     Args:
         pipelines: how many there are, at least 2.
-        name: how the others call this rank in errors.
-        store: a part of the job's store that all pipelines share and that no earlier ring has used.
+        rank: this process' place in its pipeline.
+        name: how the others call it in errors.
+        store: a part of the job's store that this ring shares and that no earlier one has used.
         post: called with each failure of another pipeline, from a thread of the transport; it must not block.
         interface, heartbeat_s: as for `ZmqTransport`.
     """
 
-    def __init__(self, *, pipelines: int, name: str, store, post: Callable[[Failure], None], interface: str | None, heartbeat_s: float):
-        self._pipelines, self._name, self._store, self._post = pipelines, name, store, post
+    def __init__(self, *, pipelines: int, rank: int, name: str, store, post: Callable[[Failure], None], interface: str | None, heartbeat_s: float):
+        self._pipelines, self._rank, self._name, self._store, self._post = pipelines, rank, name, store, post
         self._interface, self._heartbeat_s = interface, heartbeat_s
         self._index = -1
         self._names: dict[int, str] = {}
@@ -86,11 +88,20 @@ class Replicas:
             while not self._store.check([f"member/{index}" for index in neighbours]):
                 if self._stop.wait(_LOOK):
                     return
-            self._names = {index: json.loads(self._store.get(f"member/{index}")) for index in neighbours}
+            self._names = self._read_names(neighbours)
             self._open()
+            everybody, pause = range(self._pipelines), _LOOK
+            while not self._store.check([f"member/{index}" for index in everybody]):
+                if self._stop.wait(pause):
+                    return
+                pause = min(2 * pause, _LONGEST_LOOK)
+            self._names = self._read_names(everybody)
         except Exception as error:  # without a ring a replica learns of a failure when a collective breaks, as it always did
             if not self._stop.is_set():
                 print(f"[rrfp] {self._name}: no news from other pipelines: {type(error).__name__}: {error}", flush=True)
+
+    def _read_names(self, members: Iterable[int]) -> dict[int, str]:
+        return {index: json.loads(self._store.get(f"member/{index}")) for index in members}
 
     def _open(self) -> None:
         size, index = self._pipelines, self._index
@@ -117,5 +128,7 @@ class Replicas:
         if type(event) is Departure:
             self._departed.add(event.rank)
         elif type(event) is Failure:
-            text = f"{self._names[event.rank]} was lost (other pipelines): {event.text}" if event.lost else event.text
-            self._post(Failure(0, ELSEWHERE, text, event.traceback))
+            who = self._names.get(event.rank, "a rank")
+            # The transport's own words have the ring's numbers.
+            text = f"{who} was lost: {event.text.replace(f'rank {event.rank} ', 'it ', 1)}" if event.lost else event.text
+            self._post(Failure(self._rank, ELSEWHERE, text, event.traceback))

@@ -24,7 +24,7 @@ from rrfp.engine.failure import FailureLatch, describe
 from rrfp.engine.loop import FIRST_CALL, Engine
 from rrfp.engine.watchdog import Watcher
 from rrfp.errors import ConfigurationError, PipelineError
-from rrfp.megatron.domain import find_domain, groups_of
+from rrfp.megatron.domain import NamedAgreement, find_domain, groups_of
 from rrfp.megatron.facts import job_facts
 from rrfp.megatron.failures import FailureReport, name_run
 from rrfp.megatron.options import Options
@@ -42,6 +42,8 @@ CLOSE_DEADLINE = 10.0
 SWITCH_INTERVAL = 1e-4
 """Seconds for which a thread may keep the interpreter lock while another wants it. Python's 5 ms would let an arrival wait that long
 behind a main thread that runs Python code (docs/transport.md has the figures)."""
+SILENCE = 2.4
+"""Times the timeout: how long a member of the domain may give no sign of life. As outside calls: neighbours in the pipeline see it sooner."""
 SETTLE = 1.0
 """Seconds in which the news of a lost peer arrives after its first effects."""
 
@@ -78,10 +80,11 @@ class Runtime:
         self._pid = os.getpid()
         self._closed = False
         tasks = chain(self.placement, rank, 1).tasks.values()
+        edges_in = sorted({edge for task in tasks for edge in task.arrivals})
         owner = dict(enumerate(self.placement.owners))
         self.transport = ZmqTransport(
             rank=rank,
-            edges_in=sorted({edge for task in tasks for edge in task.arrivals}),
+            edges_in=edges_in,
             edges_out=sorted({edge for task in tasks for edge in task.sends}),
             owner=owner,
             store=store,
@@ -90,12 +93,13 @@ class Runtime:
             delay=getattr(self.padding, "delay", None),
             heartbeat_s=_heartbeat(options),
         )
-        until = time.monotonic() + OPEN_DEADLINE
-        self.domain = find_domain(groups, rank=global_ranks[rank], stage=rank, store=job_store, until=until)
-        self.agreement = open_agreement(
-            options.agreement, domain=self.domain, rank=global_ranks[rank], store=job_store,
-            edges=sorted({edge for task in tasks for edge in task.arrivals}), lanes=options.lanes, deadline=OPEN_DEADLINE,
-            heartbeat_s=_heartbeat(options), silence_s=2.4 * (options.timeout or 600.0), interface=options.interface)
+        job_rank, until = global_ranks[rank], time.monotonic() + OPEN_DEADLINE
+        domain = find_domain(groups, rank=job_rank, stage=rank, store=job_store, until=until)
+        agreement = open_agreement(
+            options.agreement, domain=domain, rank=job_rank, store=job_store, edges=edges_in, lanes=options.lanes,
+            deadline=OPEN_DEADLINE, heartbeat_s=_heartbeat(options), silence_s=SILENCE * (options.timeout or 600.0),
+            interface=options.interface)
+        self.agreement = NamedAgreement(agreement, rank=rank, name=self.name, member=functools.partial(self._name, rank))
         self.engine = Engine(
             rank=rank,
             owner=self.placement.rank_of,
@@ -116,16 +120,20 @@ class Runtime:
             run=name_run(job_store), directory=options.trace, world=world, pipeline=global_ranks,
             names=[self.name(each) for each in range(len(global_ranks))], rank=rank)
         self.replicas = None
-        if rank == 0 and (pipelines := world // len(global_ranks)) > 1:
-            self.replicas = Replicas(pipelines=pipelines, name=self.name(rank), store=job_store, post=self._hear,
-                                     interface=options.interface, heartbeat_s=_heartbeat(options))
+        if (pipelines := world // len(global_ranks)) > 1:
+            self.replicas = Replicas(
+                pipelines=pipelines, rank=rank, name=self.name(rank), store=torch.distributed.PrefixStore(f"ring/{rank}", job_store),
+                post=self._hear, interface=options.interface, heartbeat_s=_heartbeat(options))
         self.watcher = Watcher(self.engine, departed=self._departed, report=self._report, abort=self._tell_replicas,
                                silences=dict if self.replicas is None else self.replicas.silences)
 
     def name(self, rank: int) -> str:
         """A pipeline rank as errors call it: by its stages and its rank in the whole job."""
+        return self._name(rank, self._global_ranks[rank])
+
+    def _name(self, rank: int, job_rank: int) -> str:
         stages = self.placement.stages_of(rank)
-        return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))} (rank {self._global_ranks[rank]})"
+        return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))} (rank {job_rank})"
 
     @property
     def met(self) -> bool:

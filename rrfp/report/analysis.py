@@ -90,6 +90,8 @@ class Analysis:
     """Rank -> the host it ran on, where the trace tells."""
     clocks: dict[str, float]
     """Host -> how wrong its clock may be against the first one's, seconds, where that is known; empty for one host."""
+    missing: list[int]
+    """Ranks that wrote no trace."""
     notes: list[str]
     """What a reader should know: missing ranks, cut-off files."""
 
@@ -145,6 +147,7 @@ def analyse(timeline: Timeline, *, call: int | None = None, simulations: bool = 
         suggestion=suggestion,
         hosts={str(rank): host for rank, host in hosts.items()},
         clocks={host: clock.error for host, clock in list(timeline.clocks.items())[1:] if clock.error is not None},
+        missing=list(timeline.missing),
         notes=_notes(timeline, g),
     )
 

@@ -52,8 +52,8 @@ def find(directory: Path) -> list[Path]:
 
 def load(folders: Sequence[Path]) -> Report:
     """The report of one run, whose folders may lie on several hosts. Raises ConfigurationError if they are of several runs."""
-    views = {view["global_rank"]: view for folder in folders for view in _views(folder)}
-    runs = sorted({view["run"] for view in views.values()})
+    views = {(view["run"], view["global_rank"]): view for folder in folders for view in _views(folder)}
+    runs = sorted({run for run, _ in views})
     if len(runs) != 1:
         found = f"of runs {', '.join(runs)}" if runs else "no rank's view"
         raise ConfigurationError(f"{', '.join(map(str, folders))}: {found}; a report is of one run, name its {PREFIX}* folders")

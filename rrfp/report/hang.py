@@ -20,7 +20,7 @@ SILENT = 5.0
 CAUSES = ("failed", "silent", "elsewhere", "running", "lost message", "lost credit", "not taken", "sender", "held", "unknown")
 """What may be found, what explains most first."""
 _STACKS = 4
-"""Stacks shown of ranks that are elsewhere or run something."""
+"""Ranks whose stacks are shown."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,12 @@ class Report:
     views: tuple[dict, ...]
     states: dict[int, str]
     """Rank of the job -> what it was doing."""
+    traceback: str
+    """Of the rank that failed first, "" if it told none."""
 
     def data(self) -> dict:
         """As JSON, without the views, which have files of their own."""
-        found = {name: value for name, value in vars(self).items() if name not in ("views", "missing")}
+        found = {name: value for name, value in vars(self).items() if name not in ("views", "missing", "traceback")}
         return found | {"missing": self.missing and asdict(self.missing), "present": [view["global_rank"] for view in self.views],
                         "states": {str(rank): state for rank, state in self.states.items()}}
 
@@ -86,8 +88,10 @@ class Report:
         lines += ["", *_table(self._rows())]
         for view in self.views:
             lines += ["", f"--- {_name(view)}, {view['host']}, process {view['pid']}: {self.states[view['global_rank']]} ---", text_of(view)]
-        telling = [view for view in self.views if view["global_rank"] == self.culprit]
-        telling += [view for view in self.views if view not in telling and (view["running"] or not view["in_call"])]
+        if self.traceback:
+            lines += ["", "--- traceback of the first failure ---", self.traceback.rstrip()]
+        # A failed rank's stack shows its end, not its error; where no rank is at fault, any may tell.
+        telling = [view for view in self.views if self.culprit in (None, view["global_rank"])] if self.cause != "failed" else []
         for view in telling[:_STACKS]:
             if view.get("stacks"):
                 lines += ["", f"--- stacks of {_name(view)} ---", view["stacks"]]
@@ -96,7 +100,7 @@ class Report:
     def _rows(self) -> list[list[str]]:
         by_rank = {view["global_rank"]: view for view in self.views}
         names = {rank: name for view in self.views for rank, name in zip(view["pipeline"], view["names"], strict=True)}
-        rows = [["", "host", "process", "call", "what it was doing", "last action", "in flight", "idle"]]
+        rows = [["rank", "host", "process", "call", "what it was doing", "last action", "in flight", "idle"]]
         for rank, state in self.states.items():
             name = names.get(rank, f"rank {rank}")
             if (view := by_rank.get(rank)) is None:
@@ -135,7 +139,8 @@ def merge(views: Iterable[dict]) -> Report:
         states.setdefault(rank, "no view, nor is there one of its pipeline")
     cause, verdict, culprit, missing, further = first.judge()
     return Report(views[0]["run"], verdict, cause, None if culprit is None else first.ranks[culprit], missing, tuple(further),
-                  tuple(sorted(set(states) - present)), tuple(views), dict(sorted(states.items())))
+                  tuple(sorted(set(states) - present)), tuple(views), dict(sorted(states.items())),
+                  "" if first.failure is None or first.blamed is None else first.failure["traceback"])
 
 
 class _Pipeline:
@@ -184,7 +189,7 @@ class _Pipeline:
             if view["call"] > mine["call"] or missing.microbatch in view["edges"][missing.edge].get("handed", ()):
                 return self._under_way(missing, mine, view)
         if view["running"] is not None:
-            return Found("running", f"runs {view['running']} for {view['running_for']:.1f} s", owner)
+            return Found("running", _running(view), owner)
         if not view["in_call"]:
             return Found("unknown", f"has ended call {view['call']}", owner)
         if self.waits(view):
@@ -241,6 +246,9 @@ class _Pipeline:
             return "failed", f"{self.name(self.blamed)} {_told(self.failure)}", self.blamed, None, []
         if self.foreign:
             return "failed", describe(Failure(**self.failure | {"traceback": ""}), self.name), None, None, []
+        for view in self.views.values():
+            if view["stuck"] and view["running"] is not None:
+                return "running", f"{_name(view)} {_running(view)}, and no rank waits for it yet", view["rank"], None, []
         if waits:
             return self._cycle(waits)
         for view in self.views.values():
@@ -296,7 +304,7 @@ class _Pipeline:
         if not view["in_call"]:
             return f"outside the schedule, {_last(view)}"
         if view["running"] is not None:
-            return f"runs {view['running']} for {view['running_for']:.1f} s"
+            return _running(view)
         if waits := self.waits(view):
             return "waits for " + " or ".join(str(each).removeprefix("the ") for each in waits[:3])
         return "; ".join(view["explained"]) or "has run everything"
@@ -304,6 +312,10 @@ class _Pipeline:
 
 def _told(failure: dict) -> str:
     return f"{'was lost' if failure['lost'] else 'failed'} ({failure['where']}): {failure['text']}"
+
+
+def _running(view: dict) -> str:
+    return f"runs {view['running']} for {view['running_for'] or 0.0:.1f} s"
 
 
 def _last(view: dict) -> str:

@@ -169,7 +169,7 @@ function run(call) {
   const on = hosts.length > 4 ? `${hosts.length} hosts` : hosts.map((host) => host + (hosts.length > 1 ? ` (ranks ${listed(held(host))})` : "")).join(", ");
   const facts = [`Call ${call.call}`, call.wall ? `began ${new Date(call.wall * 1e3).toISOString().replace("T", " ").slice(0, 19)} UTC` : "",
     `${call.stages.length} stages on ${ranks} ranks`, `${call.microbatches} microbatches${call.forward_only ? ", forward only" : ""}`, on ? `on ${on}` : ""];
-  get("run").replaceChildren(facts.filter(Boolean).join(" \u00b7 "), " \u00b7 ran under ", make("code", {}, call.flags || call.mode || "(not in the trace)"));
+  get("run").replaceChildren(facts.filter(Boolean).join(" \u00b7 "), " \u00b7 ran under ", make("code", {}, call.flags || call.mode || "(not in the trace)"), call.missing ? make("p", { className: "alarm" }, call.missing) : "");
 }
 
 function figures(calls, names) {
@@ -343,7 +343,17 @@ function show(runs, number) {
   return view;
 }
 
-const { runs } = JSON.parse(get("data").textContent);
+// What ended the run: the verdict, then the whole report, folded.
+function failed(failure) {
+  get("failure").hidden = !failure;
+  if (!failure) return;
+  get("failure").replaceChildren(make("h2", {}, "This run failed"), make("p", { className: "first" }, failure.verdict),
+    ...failure.further.map((text) => make("p", { className: "evidence" }, text)),
+    make("details", {}, make("summary", {}, "Every rank's view"), make("div", { className: "scroll" }, make("pre", {}, failure.text))));
+}
+
+const { runs, failure } = JSON.parse(get("data").textContent);
+failed(failure);
 get("title").textContent = runs.map((run) => run.title).join(" beside ");
 get("choose").hidden = runs[0].calls.length < 2;
 get("calls").append(...runs[0].calls.map((call, i) => make("option", { value: i }, `${call.call}: ${ms(call.seconds)}${call.forward_only ? ", forward only" : ""}`)));

@@ -13,8 +13,10 @@ from pathlib import Path
 from rrfp.errors import ConfigurationError
 from rrfp.mode import parse_mode
 from rrfp.report.analysis import Analysis
+from rrfp.report.hang import Report
 from rrfp.report.suggestion import lead
 from rrfp.report.whatif import MEGATRON
+from rrfp.report.words import listed
 
 _HERE = files("rrfp.report")
 
@@ -26,6 +28,7 @@ def write_page(
     title: str = "RRFP report",
     compare: Sequence[Analysis] = (),
     compare_title: str = "compared with",
+    failure: Report | None = None,
 ) -> None:
     """Writes the page.
 
@@ -35,6 +38,7 @@ def write_page(
         title: the run's name. Any text: it is escaped.
         compare: calls of another run; its first is drawn below, on the same time axis, and its figures stand beside.
         compare_title: that run's name.
+        failure: what ended the run, if it failed.
 
     Raises:
         ValueError: no analysis.
@@ -49,7 +53,7 @@ def write_page(
         "TITLE": html.escape(title),
         "STYLE": _HERE.joinpath("page.css").read_text(),
         "SCRIPT": _HERE.joinpath("timeline.js").read_text() + _HERE.joinpath("page.js").read_text(),
-        "DATA": embed({"runs": runs}),
+        "DATA": embed({"runs": runs, "failure": failure and {"verdict": failure.verdict, "further": failure.further, "text": failure.text()}}),
     }
     pieces = _HERE.joinpath("page.html").read_text().split("@")
     # Split once, and only the template: an @ in the data is never taken for a place to fill.
@@ -93,8 +97,14 @@ def pack(analysis: Analysis) -> dict:
         "suggestion": suggestion and vars(suggestion) | {"flags": flags(suggestion.mode), "lead": lead(analysis.findings[0].cause)},
         "hosts": analysis.hosts,
         "clocks": analysis.clocks,
+        "missing": without(analysis.missing),
         "notes": analysis.notes,
     }
+
+
+def without(ranks: Sequence[int]) -> str:
+    """What a reader must know first where ranks wrote no trace; "" where all did."""
+    return f"{listed('rank', ranks).capitalize()} wrote no trace: what follows is of the others alone." if ranks else ""
 
 
 def flags(mode: str) -> str:

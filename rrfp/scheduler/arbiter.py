@@ -187,7 +187,8 @@ class Scheduler:
 
     def announced(self, edge: Edge, microbatch: int | None, start: float, duration: float) -> None:
         """The producer of this message started at `start` (this clock) and takes about `duration` seconds."""
-        self._announced[edge, microbatch] = (start, duration)
+        if (edge, microbatch) in self._waiters:  # else it is here by now, or nobody waits for it
+            self._announced[edge, microbatch] = (start, duration)
 
     def launched(self, action: Action, now: float) -> None:
         """`action` (chosen here, or agreed on in the domain) runs from now on."""

@@ -11,7 +11,9 @@ from rrfp.action import Action, Edge
 from rrfp.comm.transport import Failure
 
 
-KINDS = ("auto", "shared-memory", "messages", "broadcast", "all-gather")
+COLLECTIVE = ("broadcast", "all-gather")
+"""Ways that go through a process group."""
+KINDS = ("auto", "shared-memory", "messages", *COLLECTIVE)
 """The values of --rrfp-agreement."""
 
 

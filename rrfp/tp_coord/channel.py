@@ -55,7 +55,8 @@ class ListeningChannel:
     """
 
     def __init__(self, rank: int, peers: Iterable[Peer], *, heartbeat_s: float, silence_s: float, judges: Callable[[int], bool]):
-        self._rank, self._silence_s, self._heartbeat_s, self._judges = rank, silence_s, heartbeat_s, judges
+        self.rank = rank
+        self._silence_s, self._heartbeat_s, self._judges = silence_s, heartbeat_s, judges
         self._peers = {peer.rank: peer for peer in peers}
         self._lock = threading.Lock()
         self._failure: Failure | None = None
@@ -124,7 +125,7 @@ class ListeningChannel:
                         os.close(peer.descriptor)
                 self._free()
         if not ended:
-            raise PipelineError(f"rank {self._rank}: the agreement's thread did not end in time")
+            raise PipelineError(f"rank {self.rank}: the agreement's thread did not end in time")
 
     def _begin(self, call: int) -> None:
         with self._lock:
@@ -137,7 +138,13 @@ class ListeningChannel:
         return f"rank {peer.rank} left after {_calls(peer.left)}: call {self._call} cannot be agreed on without it"
 
     # ------------------------------------------------------------------ any thread
-    def _fail(self, failure: Failure, *, source: int | None = None) -> None:
+    @property
+    def quiet(self) -> bool:
+        """Whether no failure is known and no member has left: what breaks now is news."""
+        return self._failure is None and not self._closed and all(peer.left is None for peer in self._peers.values())
+
+    def fail(self, failure: Failure, *, source: int | None = None) -> None:
+        """Latch a failure that was seen here, or told by member `source`; tell the other members and the engine."""
         with self._lock:
             if self._failure is not None or self._closed:
                 return
@@ -153,7 +160,7 @@ class ListeningChannel:
         self._fail_out(self._failure)
 
     def _fail_here(self, where: str, text: str, traceback: str) -> None:
-        self._fail(Failure(self._rank, f"agreement, {where}", text, traceback))
+        self.fail(Failure(self.rank, f"agreement, {where}", text, traceback))
 
     # ------------------------------------------------------------------ the channel's thread
     def _news(self) -> None:
@@ -179,7 +186,7 @@ class ListeningChannel:
             peer.left = call
             missed = self._call > call
         if missed:
-            self._fail(Failure(peer.rank, "agreement", self._gone(peer)))
+            self.fail(Failure(peer.rank, "agreement", self._gone(peer)))
 
     def _on_death(self, peer: Peer) -> None:
         self._loop.remove(peer.descriptor)
@@ -191,7 +198,7 @@ class ListeningChannel:
             if peer.left is not None or peer.lost:
                 return
             peer.lost = True
-        self._fail(Failure(peer.rank, "agreement", text, lost=True))
+        self.fail(Failure(peer.rank, "agreement", text, lost=True))
 
 
 def _calls(call: int) -> str:

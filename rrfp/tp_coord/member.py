@@ -5,6 +5,7 @@ takes them one by one. Nothing is asked back, so the leader waits for nobody. Be
 """
 
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -57,10 +58,14 @@ class Member:
         domain: who must agree.
         rank: this member.
         receipts: fresh.
+        spin_s: seconds for which a member that waits for the others only looks again and again, before it goes to sleep.
     """
 
-    def __init__(self, channel: Channel, *, domain: Domain, rank: int, receipts: Receipts):
+    def __init__(self, channel: Channel, *, domain: Domain, rank: int, receipts: Receipts, spin_s: float = 0.0):
         self._channel, self._domain, self._rank, self._receipts = channel, domain, rank, receipts
+        self._spin_s = spin_s
+        self._spun = False  # in vain, and nothing has changed since
+        self._common: Sequence[tuple[Edge, int]] = ()
         self._pid = os.getpid()
         self._call = -1
         self._sequence = self._digest = 0
@@ -72,6 +77,7 @@ class Member:
 
     def open(self, wake: Callable[[], None], fail: Callable[[Failure], None]) -> None:
         self._check_process()
+        self._wake = wake
         self._channel.open(wake, fail)
 
     def begin(self, call: int) -> None:
@@ -79,26 +85,52 @@ class Member:
         self._call = call
         receipts = self._receipts
         receipts.begin(call)
+        self._common, self._spun = (), False
         self._channel.begin(call, {index: receipts.word(index) for index in range(len(receipts.lanes))})
 
     def arrived(self, edge: Edge, microbatch: int) -> None:
         index = self._receipts.arrived(edge, microbatch)
+        self._spun = False
         if not self.leads:
             self._channel.publish({index: self._receipts.word(index)})
 
     def common(self) -> Sequence[tuple[Edge, int]]:
-        return self._receipts.common(self._channel.words) if self.leads else self._receipts.own()
+        if not self.leads:
+            return self._receipts.own()
+        common, self._common = self._common, ()
+        return common or self._receipts.common(self._channel.words)
 
     def decide(self, choice: Action | None) -> Action | None:
         if not self.leads:
-            return self._follow()
+            action = self._follow()
+            # Something could run here, so what is missing is the leader's word: it is about to come.
+            if action is None and choice is not None and self._spin(lambda: self._channel.look(self._sequence + 1) is not None):
+                action = self._follow()
+            return action
         if choice is None:
+            if self._receipts.pending and self._spin(self._look_for_common):
+                self._wake()  # the engine asks for what is common first
             return None
         decision = Decision(self._sequence + 1, self._call, choice, fold(self._digest, self._call, choice))
         if not self._channel.put(decision):
             return None
-        self._sequence, self._digest = decision.sequence, decision.digest
+        self._sequence, self._digest, self._spun = decision.sequence, decision.digest, False
         return choice
+
+    def _look_for_common(self) -> bool:
+        self._common = self._receipts.common(self._channel.words)
+        return bool(self._common)
+
+    def _spin(self, found: Callable[[], bool]) -> bool:
+        if self._spun or not self._spin_s:
+            return False
+        until = time.monotonic() + self._spin_s
+        while not found():
+            time.sleep(0)  # threads of this process, and other processes, go first
+            if time.monotonic() > until:
+                self._spun = True
+                return False
+        return True
 
     def _follow(self) -> Action | None:
         try:
@@ -114,7 +146,7 @@ class Member:
                 f"the members of a domain diverge: rank {self._rank} expected decision {self._sequence + 1} of call {self._call} with "
                 f"digest {digest:08x}, rank {self._domain.leader} sent decision {decision.sequence} of call {decision.call}, "
                 f"{decision.action}, with digest {decision.digest:08x}")
-        self._sequence, self._digest = decision.sequence, digest
+        self._sequence, self._digest, self._spun = decision.sequence, digest, False
         self._channel.took(decision.sequence)
         return decision.action
 

@@ -148,7 +148,7 @@ class MessageChannel(ListeningChannel):
         except Malformed as error:
             while self._inbox.rcvmore:
                 self._inbox.recv()
-            self._fail(Failure(self._rank, "agreement", f"from rank {peer.rank}: {error}"))
+            self.fail(Failure(self.rank, "agreement", f"from rank {peer.rank}: {error}"))
 
     def _take(self, peer: Peer, kind: int, body: bytes) -> None:
         match kind:
@@ -165,7 +165,7 @@ class MessageChannel(ListeningChannel):
             case Kind.HEARTBEAT:
                 pass
             case Kind.ABORT:
-                self._fail(decode_failure(body), source=peer.rank)
+                self.fail(decode_failure(body), source=peer.rank)
             case Kind.BYE if len(body) == _CALL.size:
                 self._send(peer.rank, Kind.BYE_SEEN)
                 self._answered.add(peer.rank)

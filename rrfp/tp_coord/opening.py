@@ -10,7 +10,7 @@ from rrfp.comm import rendezvous
 from rrfp.comm.authentication import Keys
 from rrfp.comm.connections import Connections
 from rrfp.errors import ConfigurationError
-from rrfp.tp_coord.agreement import KINDS, Agreement, Solo
+from rrfp.tp_coord.agreement import COLLECTIVE, KINDS, Agreement, Solo
 from rrfp.tp_coord.channel import Peer
 from rrfp.tp_coord.domain import Domain
 from rrfp.tp_coord.member import Member
@@ -31,6 +31,7 @@ def open_agreement(
     deadline: float,
     heartbeat_s: float = 2.0,
     silence_s: float = 60.0,
+    spin_s: float = 5e-5,
     interface: str | None = None,
     namespace: str = "rrfp-agreement",
     host: str | None = None,
@@ -38,15 +39,19 @@ def open_agreement(
     """Connect to the other members of a domain. Give the result to an `Engine`, then `open(engine.wake, engine.hear)` it.
 
     Args:
-        kind: "auto" is "shared-memory" where every member can open the leader's page, else "messages".
+        kind: "auto" is "shared-memory" where every member can open the leader's page, else "messages". "broadcast" and "all-gather"
+            run the decisions through a process group of torch (`rrfp.tp_coord.process_group`), and the rest as "auto".
         domain: the members, as ranks of the job. A domain of one needs no channel and gets `Solo`.
-        rank: this rank of the job. Failures name members so: give the transport the ranks of the job too.
-        store: where members find each other, as the transport's.
+        rank: this rank of the job. Failures name members so: give the transport the ranks of the job too, as `rank`, `owner` and
+            `told_of`.
+        store: where members find each other, as the transport's. "broadcast" and "all-gather" need a store of torch.
         edges: edges that come in from other ranks.
         lanes, lane_of: as the transport's.
         deadline: seconds for the members to come.
         heartbeat_s: seconds between signs of life.
         silence_s: seconds without one after which a member counts as lost.
+        spin_s: shared memory: seconds for which a member that only waits for the others looks again before it goes to sleep. Being
+            woken costs more than most of these waits last; a core is not held for longer than that.
         interface: network name or address for members on other hosts.
         namespace: prefix of the keys in the store. Each opening in one store needs its own.
         host: who shares a host; by default the kernel's own answer.
@@ -64,7 +69,7 @@ def open_agreement(
     if len(domain.members) == 1:
         return Solo()
     opening = _Opening(kind, domain, rank, store, Receipts(edges, lanes, lane_of), time.monotonic() + deadline,
-                       f"{namespace}/{domain.leader}", host or rendezvous.host_identity(), interface, heartbeat_s, silence_s)
+                       f"{namespace}/{domain.leader}", host or rendezvous.host_identity(), interface, heartbeat_s, silence_s, spin_s)
     try:
         return opening.run()
     except BaseException:
@@ -75,11 +80,11 @@ def open_agreement(
 class _Opening:
     """The rounds through the store, and what has been opened on the way."""
 
-    def __init__(self, kind, domain, rank, store, receipts, until, namespace, host, interface, heartbeat_s, silence_s):
+    def __init__(self, kind, domain, rank, store, receipts, until, namespace, host, interface, heartbeat_s, silence_s, spin_s):
         self.kind, self.domain, self.rank, self.store, self.receipts = kind, domain, rank, store, receipts
         self.until, self.namespace, self.host, self.interface = until, namespace, host, interface
         self.life = {"heartbeat_s": heartbeat_s, "silence_s": silence_s}
-        self.leads = rank == domain.leader
+        self.leads, self.spin_s = rank == domain.leader, spin_s
         self.keys = Keys()
         self.page: Page | None = None
         self.listen = self.door = -1
@@ -89,7 +94,7 @@ class _Opening:
 
     def run(self) -> Member:
         members = self.domain.members
-        if self.kind in ("auto", "shared-memory"):
+        if self.kind != "messages":
             self.listen, self.door = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
             if self.leads:
                 self.page = Page.create(len(members), len(self.receipts.lanes))
@@ -108,7 +113,15 @@ class _Opening:
             channel = self._speak_by_memory()
         else:
             channel = self._speak_by_messages(records)
-        return Member(channel, domain=self.domain, rank=self.rank, receipts=self.receipts)
+        make, spin_s = Member, self.spin_s if isinstance(channel, SharedMemoryChannel) else 0.0
+        if self.kind in COLLECTIVE:
+            from rrfp.tp_coord import process_group  # needs torch
+
+            spin_s = 0.0
+            make, channel = process_group.over(
+                self.kind, channel, self.store, namespace=self.namespace, domain=self.domain, rank=self.rank,
+                timeout=2 * self.life["silence_s"])
+        return make(channel, domain=self.domain, rank=self.rank, receipts=self.receipts, spin_s=spin_s)
 
     def abandon(self) -> None:
         """What no channel has taken over is let go of."""

@@ -31,7 +31,8 @@ class Receipts:
     def begin(self, call: int) -> None:
         self._call = call
         self._new: list[tuple[Edge, int]] = []
-        self._pending = 0  # messages that `common` has not given out
+        self.pending = 0
+        """Leader: messages that have arrived here and that `common` has not given out."""
         self._messages: list[list[tuple[Edge, int]]] = [[] for _ in self.lanes]
         self._digests = [digests[-1:] for digests in self._digests]
         self._given = [0] * len(self.lanes)
@@ -42,7 +43,7 @@ class Receipts:
         self._messages[index].append((edge, microbatch))
         self._digests[index].append(fold_message(self._digests[index][-1], self._call, microbatch))
         self._new.append((edge, microbatch))
-        self._pending += 1
+        self.pending += 1
         return index
 
     def word(self, index: int) -> int:
@@ -62,7 +63,7 @@ class Receipts:
         Raises:
             PipelineError: a member has received other messages on a lane than this one.
         """
-        if not self._pending:
+        if not self.pending:
             return ()
         common = []
         for index, messages in enumerate(self._messages):
@@ -71,7 +72,7 @@ class Receipts:
             least = min((self._count(index, *word) for word in words(index)), default=len(messages))
             common += messages[self._given[index] : least]
             self._given[index] = max(least, self._given[index])
-        self._pending -= len(common)
+        self.pending -= len(common)
         return common
 
     def _count(self, index: int, rank: int, word: int) -> int:

@@ -201,7 +201,7 @@ class SharedMemoryChannel(ListeningChannel):
         page, index = self._page, self._index[peer.rank]
         if (size := page.words[page.word(index, _FAILED)]) and self._failure is None:
             at = page.failure(index)
-            self._fail(decode_failure(page.bytes[at : at + min(size, _FAILURE_BYTES)]), source=peer.rank)
+            self.fail(decode_failure(page.bytes[at : at + min(size, _FAILURE_BYTES)]), source=peer.rank)
         if peer.left is None and (left := page.words[page.word(index, _LEFT)]):
             self._left(peer, left - 2)
 

@@ -140,6 +140,11 @@ class Timeline:
         return any(call.forward_only for call in self.of_call(number).values())
 
 
+def has_trace(directory: Path) -> bool:
+    """Whether `read` finds files there."""
+    return any(any(Path(directory).glob(pattern)) for pattern in ("rank*.jsonl", "trace/rank*.jsonl"))
+
+
 def read(directory: Path, *, calls: Iterable[int] | None = None) -> Timeline:
     """Reads `directory/rank*.jsonl`.
 

@@ -1,8 +1,10 @@
 """Networks to test transports on: scripted, and real sockets with all ranks in this process, inside a host and as if across."""
 
 import queue
+import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,8 @@ from rrfp.comm.rendezvous import FileStore
 from rrfp.comm.scripted_transport import ScriptedNetwork
 from rrfp.comm.transport import Arrival, Part
 from rrfp.comm.zmq_transport import ZmqTransport
+
+sys.path.insert(0, str(Path(__file__).parent))  # helpers lie beside the tests
 
 WAIT = 20.0
 

@@ -9,6 +9,7 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -531,6 +532,48 @@ def registered(*, equal):
     except ConfigurationError as error:
         return str(error)
     return gpt.difference(reference(4, steps=2), got), [sorted(measured) for measured in seen]
+
+
+@job
+def disagreement(*, options=(), versions=(), calls=(), shared=(), config=(), absent=None, timeout=10.0):
+    """A pipeline on which ranks have something otherwise: what each raises, and after how many seconds.
+
+    options, versions, calls, config: rank -> what that rank has otherwise: options of the schedule, {"module": version}, a list of calls
+        as dicts of microbatches and forward_only, fields of the model's config.
+    shared: options that all ranks have.
+    absent: (rank, call): a rank that does not enter that call until it hears of the others' failure.
+    """
+    import contextlib
+    import importlib
+
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    own = {name: dict(value).get(rank) for name, value in
+           {"options": options, "versions": versions, "calls": calls, "config": config}.items()}
+    runtimes.close_all()
+    model, _, state = model_for()
+    state.restore()
+    DELAYS.longest = 0.0
+    plan = own["calls"] or dict(calls).get("all") or [{"microbatches": 4}]
+    with contextlib.ExitStack() as changed:
+        for module, version in (own["versions"] or {}).items():
+            changed.enter_context(mock.patch.object(importlib.import_module(module), "__version__", version))
+        for field, value in (own["config"] or {}).items():
+            changed.enter_context(mock.patch.object(model.config, field, value))
+        chosen = Options(**{"timeout": timeout, **dict(shared), **(own["options"] or {})})
+        function = make_forward_backward(chosen, original=OWN)
+        start = time.monotonic()
+        try:
+            runtime = runtimes.runtime_for(chosen, parallel_state.get_pipeline_model_parallel_group())
+            for number, call in enumerate(plan):
+                start = time.monotonic()
+                if absent == (rank, number):
+                    runtime.engine.latch.set_event.wait(60)
+                gpt.step(function, model, None, gpt.batches(0), update=False, **call)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", time.monotonic() - start
+        finally:
+            runtimes.close_all()
+    return None, time.monotonic() - start
 
 
 @job

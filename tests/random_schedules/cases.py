@@ -76,6 +76,12 @@ class Case:
         rng.shuffle(owners)
         return Placement.of(tuple(owners))
 
+    @property
+    def is_random(self) -> bool:
+        """Whether the seed matters."""
+        drawn = "random" in (self.placement, self.durations, self.delays)
+        return drawn or self.stalls != "none" or self.hint in (ANY, LIST, FILE)
+
     def replace(self, **changes) -> "Case":
         return Case(**asdict(self) | changes)
 
@@ -92,7 +98,7 @@ def cases(**fixed) -> st.SearchStrategy[Case]:
     Few draws of many fields each: most of the time of a small run would otherwise go into drawing it.
     """
     shapes = _choices(fixed, ranks=(1, 2, 2, 2, 3, 3, 4, 5, 6), chunks=(1, 1, 1, 2, 3), placement=("looped", "v", "random"),
-                      first_trainable=(0, 0, 0, 0, 0, 0, 0, 1))
+                      first_trainable=(0,) * 14 + (1, 2))
     shapes = shapes.filter(lambda shape: shape["ranks"] * shape["chunks"] <= MOST_STAGES)
     hints = _choices(fixed, split=(False, True), hint=(ANY, ANY, *RULES, *LISTS, LIST, LIST, LIST, LIST, FILE),
                      max_pending_w=(None, None, 1, 2, 3))
@@ -128,25 +134,32 @@ def simplest(case: Case) -> Case:
         changes["max_pending_w"] = None
     if case.hint == ANY:
         changes["mode"] = "ready"
-    if case.ranks * case.chunks == 1:
+    if case.first_trainable >= case.ranks * case.chunks:
         changes["first_trainable"] = 0
     return case.replace(**changes) if any(getattr(case, name) != value for name, value in changes.items()) else case
 
 
+_SIMPLE_HINTS = ("bf", "1f1b", ANY)
+
+
 def smaller(case: Case) -> Iterator[Case]:
     """Every case that is simpler in one field."""
-    counts = tuple(count for count, _ in case.calls)
-    for index, count in enumerate(counts):
-        if len(counts) > 1:
-            yield case.replace(calls=case.calls[:index] + case.calls[index + 1:])
+    for index, (count, forward_only) in enumerate(case.calls):
+        before, after = case.calls[:index], case.calls[index + 1:]
+        if before or after:
+            yield case.replace(calls=before + after)
         if count > 1:
-            yield case.replace(calls=(*case.calls[:index], (count - 1, case.calls[index][1]), *case.calls[index + 1:]))
-        if case.calls[index][1]:
-            yield case.replace(calls=(*case.calls[:index], (count, False), *case.calls[index + 1:]))
-    for name in ("ranks", "chunks", "members", "lanes", "credits", "capacity"):
+            yield case.replace(calls=(*before, (count - 1, forward_only), *after))
+        if forward_only:
+            yield case.replace(calls=(*before, (count, False), *after))
+    for name in ("ranks", "chunks"):
+        for value in range(1, getattr(case, name)):
+            for limit in dict.fromkeys((case.limit, "1f1b", "1", "2", "3")):  # what a limit's name means depends on both
+                yield case.replace(**{name: value, "limit": limit})
+    for name in ("members", "lanes", "credits", "capacity"):
         yield from (case.replace(**{name: value}) for value in range(1, getattr(case, name)))
     for field in fields(Case):
-        if field.name not in ("calls", "seed", "hint") and not isinstance(field.default, int) or field.type == "bool":
+        if field.name not in ("calls", "hint", "seed") and getattr(case, field.name) != field.default:
             yield case.replace(**{field.name: field.default})
-    yield case.replace(first_trainable=0)
-    yield from (case.replace(hint=hint) for hint in ("bf", "1f1b", ANY))
+    place = _SIMPLE_HINTS.index(case.hint) if case.hint in _SIMPLE_HINTS else None
+    yield from (case.replace(hint=hint) for hint in _SIMPLE_HINTS[:place])

@@ -20,7 +20,7 @@ from rrfp.comm.mailbox import Mailbox
 from rrfp.comm.rendezvous import FileStore
 from rrfp.comm.transport import Failure
 from rrfp.tp_coord.domain import Domain
-from rrfp.tp_coord.opening import open_agreement
+from rrfp.tp_coord.opening import COLLECTIVE, open_agreement
 
 WAIT = 20.0
 EDGES = (Edge(0, 1), Edge(2, 1))
@@ -30,8 +30,8 @@ LANES = 2
 class End:
     """One member, in its process."""
 
-    def __init__(self, agreement, rank: int, ranks: tuple[int, ...]):
-        self.agreement, self.rank, self.ranks = agreement, rank, ranks
+    def __init__(self, kind: str, agreement, rank: int, ranks: tuple[int, ...]):
+        self.kind, self.agreement, self.rank, self.ranks = kind, agreement, rank, ranks
         self.call = -1
         self.failure: Failure | None = None
         self._box = Mailbox()
@@ -81,7 +81,7 @@ def held() -> set[str]:
 
 def page_of(end) -> int:
     """The inode of this member's page, 0 if it has none."""
-    page = getattr(end.agreement._channel, "_page", None) if end is not None else None
+    page = getattr(getattr(end.agreement._channel, "_life", end.agreement._channel), "_page", None) if end is not None else None
     return os.fstat(page.fd).st_ino if page is not None else 0
 
 
@@ -97,6 +97,8 @@ class Members:
 
     def __init__(self, kind: str, ranks, directory, *, hosts=None, domain_ranks=None, **options):
         self.ranks = tuple(ranks)
+        if kind in COLLECTIVE:
+            import torch  # noqa: F401 once, here: members inherit it
         context = multiprocessing.get_context("fork")
         pipes = [context.Pipe() for _ in self.ranks]
         self._pipes = [ours for ours, _ in pipes]
@@ -180,6 +182,15 @@ class Members:
         return rows
 
 
+def _store(kind, directory, members):
+    if kind not in COLLECTIVE:
+        return FileStore(directory)
+    import torch
+
+    Path(directory).mkdir(exist_ok=True)
+    return torch.distributed.FileStore(f"{directory}/store", members)
+
+
 def _work(kind, rank, ranks, directory, options, pipes, index):
     faulthandler.dump_traceback_later(200, exit=True)
     pipe = pipes[index][1]
@@ -190,8 +201,8 @@ def _work(kind, rank, ranks, directory, options, pipes, index):
     before = held()
     end = None
     try:
-        agreement = open_agreement(kind, domain=Domain(ranks), rank=rank, store=FileStore(directory), **options)
-        end = End(agreement, rank, ranks)
+        agreement = open_agreement(kind, domain=Domain(ranks), rank=rank, store=_store(kind, directory, len(ranks)), **options)
+        end = End(kind, agreement, rank, ranks)
         del agreement
         pipe.send(None)
     except Exception as error:
@@ -229,11 +240,13 @@ class Player:
     """A member that receives the messages at random moments, obeys, and (leading) chooses at random among what is common.
 
     first: the number of the first call. Calls are counted from 0 in what is recorded.
+    counted: whether a decision comes only when its message has arrived everywhere. Else a member waits for it, as the engine does.
+    gathers: every member chooses, by one rule on what has arrived here.
     """
 
-    def __init__(self, agreement, leads: bool, calls, rng: random.Random, *, first: int = 0, now=time.monotonic):
-        self._agreement, self.leads, self._calls, self._rng, self._now = agreement, leads, list(calls), rng, now
-        self._first = first
+    def __init__(self, agreement, leads: bool, calls, rng: random.Random, *, first: int = 0, now=time.monotonic, counted=True, gathers=False):
+        self._agreement, self._calls, self._rng, self._now = agreement, list(calls), rng, now
+        self._first, self._counted, self._gathers, self._chooses = first, counted, gathers, leads or gathers
         self.call = -1
         self.log: list[tuple[int, Action]] = []
         self.received: dict[tuple, float] = {}
@@ -242,6 +255,7 @@ class Player:
         """The same, when it came out as common."""
         self.done = False
         self._left = 0
+        self._agreed: Action | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -266,20 +280,22 @@ class Player:
             self.common[(self.call, *message)] = self._now()
             self._open.append(message)
         choice = None
-        if self._open and self.leads and self._rng.random() < 0.7:
-            edge, microbatch = self._rng.choice(self._open)
-            choice = action_of(edge, microbatch)
-        action = self._agreement.decide(choice)
-        if action is not None:
-            message = (EDGES[action.kind == "B"], action.microbatch)
-            assert message in self._open, f"{action} was agreed on before its message was here"
+        if self._open and self._chooses and self._rng.random() < 0.7:
+            choice = action_of(*(min if self._gathers else self._rng.choice)(self._open))
+        if self._agreed is None:
+            self._agreed = self._agreement.decide(choice)
+        if self._agreed is None:
+            return moved or bool(lanes) or (self._chooses and bool(self._open) and choice is None)
+        message = (EDGES[self._agreed.kind == "B"], self._agreed.microbatch)
+        assert not self._counted or message in self._open, f"{self._agreed} was agreed on before its message was here"
+        if message in self._open:
             self._open.remove(message)
-            self.log.append((self.call, action))
+            self.log.append((self.call, self._agreed))
+            self._agreed = None
             self._left -= 1
             if not self._left:
                 self._begin()
-            return True
-        return moved or bool(lanes) or (self.leads and bool(self._open))
+        return True
 
 
 def action_of(edge: Edge, microbatch: int) -> Action:
@@ -289,7 +305,8 @@ def action_of(edge: Edge, microbatch: int) -> Action:
 def play(end: End, seed: int, calls: int, pause: float):
     """Returns the log, when each message was received, and when it came out as common."""
     rng = random.Random(f"{seed} {end.rank}")
-    player = Player(end.agreement, end.leads, calls_of(seed, calls), rng, first=end.call + 1)
+    player = Player(end.agreement, end.leads, calls_of(seed, calls), rng, first=end.call + 1,
+                    counted=end.kind not in COLLECTIVE, gathers=end.kind == "all-gather")
     end.call += calls
     while not player.done:
         if rng.random() < 0.1:

@@ -11,21 +11,32 @@ from members import EDGES, Members, action_of, play
 from rrfp.comm.transport import Failure
 from rrfp.errors import ConfigurationError, PipelineError
 from rrfp.tp_coord import opening
+from rrfp.tp_coord.opening import COLLECTIVE
 
-KINDS = ["shared-memory", "messages"]
+COUNTED = ["shared-memory", "messages"]
 HEARTBEAT, SILENCE = 0.1, 1.0
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[*COUNTED, *COLLECTIVE])
 def make(request, tmp_path):
     """make(count, **options): a group that a fault may end. Whatever happened, nothing of it is left."""
+    yield from _make(request.param, tmp_path)
+
+
+@pytest.fixture(params=COUNTED)
+def counted(request, tmp_path):
+    """The same, for the kinds in which the leader counts what has arrived."""
+    yield from _make(request.param, tmp_path)
+
+
+def _make(kind, tmp_path):
     made = []
     def make(count, **options):
         options = {"heartbeat_s": HEARTBEAT, "silence_s": SILENCE, **options}
-        made.append(Members(request.param, range(count), tmp_path / str(len(made)), **options))
+        made.append(Members(kind, range(count), tmp_path / str(len(made)), **options))
         return made[-1]
 
-    make.kind = request.param
+    make.kind = kind
     yield make
     for group in made:
         left = group.end()
@@ -129,9 +140,9 @@ def begin(end):
 
 
 # ---------------------------------------------------------------------- divergence, injected
-def test_members_that_took_another_sequence_are_told(make):
+def test_members_that_took_another_sequence_are_told(counted):
     """A follower whose sequence is not the leader's: as if a decision had been replaced."""
-    group = make(2)
+    group = counted(2)
     group.ask(play, 4, 2, 0.0)
     group.ask(spoil_digest, only=[1])
     leader, follower = group.ask(play_and_tell, 5, 1)
@@ -141,17 +152,17 @@ def test_members_that_took_another_sequence_are_told(make):
     assert leader == follower, "the leader has heard it"
 
 
-def test_members_in_different_calls_are_told(make):
-    group = make(2)
+def test_members_in_different_calls_are_told(counted):
+    group = counted(2)
     group.ask(play, 4, 2, 0.0)
     group.ask(begin, only=[1])
     follower = group.ask(play_and_tell, 5, 1)[1]
     assert re.search(r"rank 1 expected decision \d+ of call 3 .*, rank 0 sent decision \d+ of call 2, ", follower), follower
 
 
-def test_members_whose_lanes_differ_are_told(make):
+def test_members_whose_lanes_differ_are_told(counted):
     """The sending stage's members have not run one sequence: on one lane two messages come in another order."""
-    group = make(2)
+    group = counted(2)
     group.ask(begin)
     for index, order in enumerate([(0, 2), (2, 0)]):
         group.ask(receive, EDGES[0], order, only=[index])
@@ -163,14 +174,14 @@ def test_members_whose_lanes_differ_are_told(make):
         "at rank 1: the sending stage's members have not run one sequence", str(error)), error
 
 
-def test_a_decision_that_is_spoilt_or_lost_is_told(make):
-    group = make(2)
+def test_a_decision_that_is_spoilt_or_lost_is_told(counted):
+    group = counted(2)
     group.ask(play, 4, 1, 0.0)
     group.ask(begin)
-    spoil = spoil_page if make.kind == "shared-memory" else spoil_message
+    spoil = spoil_page if counted.kind == "shared-memory" else spoil_message
     group.ask(spoil, only=[0])
     error = group.ask(follow, only=[1])[1]
-    expected = "cannot be read: .*corrupted" if make.kind == "shared-memory" else "expected decision .*, rank 0 sent decision"
+    expected = "cannot be read: .*corrupted" if counted.kind == "shared-memory" else "expected decision .*, rank 0 sent decision"
     assert isinstance(error, PipelineError) and re.search(expected, str(error)), error
 
 
