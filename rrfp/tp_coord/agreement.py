@@ -41,8 +41,8 @@ class Agreement(Protocol):
         transport: without this they would learn of each other's end by a deadline only."""
 
     def state(self) -> dict:
-        """For a hang report. Empty if there is nobody to agree with; else "leader", "members", "decisions" (how many were published,
-        or taken) and "peers", rank -> seconds since its last sign of life."""
+        """For a hang report. Empty if there is nobody to agree with; else "leader", "members", "decisions" (how many were
+        published, or taken) and "peers", rank -> seconds since its last sign of life."""
 
     def close(self) -> None:
         """Say goodbye and let go of the other members. Safe to call twice and after a failure."""
