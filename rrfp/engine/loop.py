@@ -25,6 +25,8 @@ from rrfp.tp_coord.agreement import Agreement
 
 FIRST_CALL = 3
 """The first call of its kind has so many times the patience: compiling or a first allocation is no hang."""
+STOPPED = 3.0
+"""Seconds by which a wait ends too late only if this process itself was stopped (SIGSTOP, a suspended job)."""
 LOOK = 1.0
 """Seconds after which a flush looks for news of its receivers."""
 _TRIES = 10
@@ -289,8 +291,11 @@ class Engine:
         try:
             event = self._inbox.get(timeout=max(0.0, wake_at - self._clock()))
         except Empty:
-            return
-        self._take(event)
+            event = None
+        if (now := self._clock()) > wake_at + STOPPED:
+            self.last_progress = now  # nobody owed us anything meanwhile: perhaps all were stopped
+        if event is not None:
+            self._take(event)
 
     def _record_waits(self, cause: str, now: float) -> None:
         """Waits without a reason of their own were for the message that made the next action ready."""
