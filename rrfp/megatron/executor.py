@@ -6,7 +6,7 @@ Everything that Megatron ties to "first" and "last" follows what was *executed* 
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel import schedules
@@ -15,7 +15,7 @@ from rrfp.action import Action, Edge
 from rrfp.comm.transport import Arrival, Payload
 from rrfp.megatron.microbatches import MicrobatchIterator
 from rrfp.megatron.padding import Padding
-from rrfp.megatron.tensors import from_arrival, to_payload
+from rrfp.megatron.tensors import Expected, check_arrival, from_arrival, to_payload
 from rrfp.scheduler.dependencies import Task
 
 
@@ -37,10 +37,20 @@ class StepContext:
     cp_size: int
     max_in_flight: int
     call: int
+    activation: Expected
+    """What a stage input must be."""
     total_num_tokens: torch.Tensor
     """int32 scalar; microbatches add to it, in any order."""
     losses: dict[int, list] = field(default_factory=dict)
     """What `forward_step` stored, per microbatch (the last stage only)."""
+
+
+class Saved(NamedTuple):
+    """What a backward needs of its forward. gradient: what must come for it; None on the last stage."""
+
+    input: torch.Tensor | None
+    output: torch.Tensor
+    gradient: Expected | None
 
 
 class MegatronExecutor:
@@ -69,7 +79,7 @@ class MegatronExecutor:
         self._padding = padding
         self._before_forward = before_forward
         self._device = torch.device("cuda", torch.cuda.current_device()) if _on_cuda() else torch.device("cpu")
-        self._saved: dict[int, tuple[list[torch.Tensor | None], torch.Tensor]] = {}
+        self._saved: dict[int, Saved] = {}
         self._forwards = 0
         self._backwards = 0
         self._no_sync: contextlib.AbstractContextManager | None = None
@@ -78,6 +88,7 @@ class MegatronExecutor:
     # ------------------------------------------------------------------ the Executor protocol
     def launch(self, task: Task, inputs: tuple[Arrival, ...], done: Callable[[Mapping[Edge, Payload]], None]) -> None:
         action = task.action
+        self._check(action, inputs)
         tensors = [tensor for arrival in inputs for tensor in from_arrival(arrival, release=self._release, device=self._device)]
         if self._padding is not None:
             self._padding.start()
@@ -88,6 +99,13 @@ class MegatronExecutor:
             self.padded = self._padding.finish(self._context.call, action)
         payload = to_payload(result) if task.sends else ()
         done({edge: payload for edge in task.sends})
+
+    def _check(self, action: Action, inputs: tuple[Arrival, ...]) -> None:
+        for arrival in inputs:
+            if action.kind == "F":
+                check_arrival(arrival, self._context.activation, may_be_missing=False)
+            else:
+                check_arrival(arrival, self._saved[action.microbatch].gradient, may_be_missing=True)
 
     def _forward(self, action: Action, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         context, microbatch = self._context, action.microbatch
@@ -123,7 +141,10 @@ class MegatronExecutor:
         self._forwards += 1
         result = [] if context.is_last_stage else [self._to_send(action, output_tensor)]
         if not context.forward_only:
-            self._saved[microbatch] = (input_tensor, output_tensor)
+            gradient = None
+            if result:  # its shape goes with the data below
+                gradient = Expected.like(output_tensor, f"the output of {action}")
+            self._saved[microbatch] = Saved(input_tensor, output_tensor, gradient)
             # `result` is an alias that keeps the storage: what is being sent is not freed under the send.
             schedules.deallocate_output_tensor(output_tensor, config.deallocate_pipeline_outputs)
         return result
@@ -136,7 +157,7 @@ class MegatronExecutor:
 
     def _backward(self, action: Action, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         context = self._context
-        input_tensor, output_tensor = self._saved.pop(action.microbatch)
+        input_tensor, output_tensor, _ = self._saved.pop(action.microbatch)
         self._backwards += 1
         if self._backwards == context.num_microbatches and (context.config.grad_sync_func is None or context.is_first_stage):
             self._enable_grad_sync()
