@@ -107,11 +107,11 @@ class Watcher:
         # Heartbeats come from a thread of that process: whatever its main thread computes, they go on.
         silent = "no sign of life for {:.0f} s: stopped, or its machine hangs".format
         for rank, silence in engine.transport.state()["peers"].items():
-            if min(awake, silence) > limit and rank not in self._departed:
+            if (silence := min(awake, silence)) > limit and rank not in self._departed:
                 self._fail(Failure(rank, "heartbeat", silent(silence), lost=True))
                 return
         for name, silence in self._silences().items():
-            if min(awake, silence) > limit:
+            if (silence := min(awake, silence)) > limit:
                 self._fail(Failure(engine.rank, ELSEWHERE, f"{name} was lost (heartbeat): {silent(silence)}"))
                 return
 
