@@ -62,6 +62,7 @@ class ScriptedNetwork:
         delays: delays(edge, microbatch), seconds from the credit to the arrival.
         losses: losses(edge, microbatch), whether the message never arrives (the next one of its lane then shows the gap).
         duplicates: duplicates(edge, microbatch), whether it arrives twice.
+        corruptions: corruptions(edge, microbatch), what its receiver finds wrong with it, None if nothing.
         failures: rank -> time at which the rank dies without a word.
         credits, lanes: as for `ZmqTransport`; microbatch % lanes is the lane.
         control_delay: seconds for what is told besides payloads: calls, announcements, aborts, goodbyes and credits.
@@ -76,6 +77,7 @@ class ScriptedNetwork:
         delays: Callable[[Edge, int], float] = lambda edge, microbatch: 0.0,
         losses: Callable[[Edge, int], bool] = lambda edge, microbatch: False,
         duplicates: Callable[[Edge, int], bool] = lambda edge, microbatch: False,
+        corruptions: Callable[[Edge, int], str | None] = lambda edge, microbatch: None,
         failures: Mapping[int, float] | None = None,
         credits: int = 4,
         lanes: int = 1,
@@ -84,7 +86,7 @@ class ScriptedNetwork:
         if credits < 1 or lanes < 1:
             raise ConfigurationError(f"credits={credits}, lanes={lanes}: an edge needs at least one of each")
         self.clock, self.owner, self.lanes, self.credits, self.control_delay = clock, owner, lanes, credits, control_delay
-        self._delays, self._losses, self._duplicates = delays, losses, duplicates
+        self._delays, self._losses, self._duplicates, self.corruptions = delays, losses, duplicates, corruptions
         self.links: dict[Edge, _Link] = {}
         for edge in edges:
             if owner[edge.source] == owner[edge.destination]:
@@ -208,7 +210,9 @@ class ScriptedTransport:
         if self._failure is not None or self.closed:
             return
         expected = link.received[message.lane] + 1
-        if message.sequence != expected:
+        if (wrong := self._network.corruptions(link.edge, message.microbatch)) is not None:
+            pass
+        elif message.sequence != expected:
             what = "lost" if message.sequence > expected else "duplicated"
             wrong = f"message {message.sequence} of lane {message.lane} after {expected - 1}: a message was {what}"
         else:

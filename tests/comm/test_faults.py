@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -81,12 +82,14 @@ def test_wrong_frames(wire, name):
         size = wire[0]._links.outlets[EDGE].credits[0].size + 1
         part = Part("uint8", (size,), np.zeros(size, np.uint8))
         changes = changes | {"nbytes": size, "body": encode_parts((part,))}
+    start = time.monotonic()
     wire.put(**changes)
     failure = wire.get(1)
     assert isinstance(failure, Failure), failure
     assert failure.rank == 1 and failure.where == "0>1" and not failure.lost
     assert re.fullmatch(f"from rank 0: {text}", failure.text)
     assert wire.get(0) == failure  # the culprit hears it too
+    print(f"{time.monotonic() - start:.4f} s on {wire.kind}: {failure.text}")
     wire[0].send(EDGE, 1, (PART,))
     assert wire.empty(1)
 
@@ -113,11 +116,13 @@ CONTROL = {
 @pytest.mark.parametrize("name", CONTROL)
 def test_wrong_control_messages(wire, name):
     frame, text = CONTROL[name]
+    start = time.monotonic()
     wire[0]._links.control[1].send(frame)
     failure = wire.get(1)
     assert isinstance(failure, Failure) and failure.rank == 1 and failure.where == "control", failure
     assert re.fullmatch(f"from rank 0: {text}", failure.text)
     assert wire.get(0) == failure
+    print(f"{time.monotonic() - start:.4f} s on {wire.kind}: {failure.text}")
 
 
 def test_a_control_message_of_several_frames(wire):
@@ -374,6 +379,13 @@ def test_a_scripted_duplicate():
     clock, _, boxes = _scripted(duplicates=lambda edge, microbatch: microbatch == 0)
     clock.run_until_idle()
     assert boxes[1][1] == Failure(1, "0>1", "from rank 0: message 1 of lane 0 after 1: a message was duplicated")
+
+
+@pytest.mark.parametrize("words", ["checksum 00000000 of a frame, its header says 00000001: corrupted", "the frame ends: truncated"])
+def test_a_scripted_corruption(words):
+    clock, _, boxes = _scripted(corruptions=lambda edge, microbatch: words if microbatch == 1 else None)
+    clock.run_until_idle()
+    assert boxes[1][1] == Failure(1, "0>1", f"from rank 0: {words}") and boxes[0] == boxes[2] == boxes[1][1:]
 
 
 def test_a_scripted_death_is_heard_by_all_at_its_time():
