@@ -127,8 +127,8 @@ class Engine:
                 self._wait(wake_at)
             self.end()
         except BaseException as error:
-            # Invariant 9: the first failure wins. An action that fails after it (a collective without its peer) follows from it.
-            if not self.fail(error) and isinstance(error, Exception) and not isinstance(error, PipelineError):
+            # Invariant 9: the first failure wins. What fails after it (a collective without its peer, a flush) follows from it.
+            if not self.fail(error) and isinstance(error, Exception) and str(error) != self.latch.text:
                 self.latch.raise_if_set()
             raise
         finally:

@@ -20,6 +20,7 @@ from rrfp.engine.failure import ELSEWHERE, FailureLatch, describe, is_hearsay
 from rrfp.engine.loop import Engine
 
 TICK = 1.0
+"""Seconds between two looks; a twentieth of the timeout where that is less, so that a look comes in what CULPRIT_SHARE leaves."""
 GRACE = 15.0
 """Seconds between a failure and the end of the process."""
 CULPRIT_SHARE = 0.8
@@ -82,7 +83,8 @@ class Watcher:
     def _watch(self) -> None:
         latch = self._engine.latch
         self._resumed = last = time.monotonic()
-        while not latch.set_event.wait(TICK):
+        tick = min(TICK, self._engine.timeout / 20)
+        while not latch.set_event.wait(tick):
             now = time.monotonic()
             # A long tick means that this process itself was stopped: what it knows of the others is old, and counts from now on.
             if now - last >= 3 * TICK:
