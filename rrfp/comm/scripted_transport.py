@@ -15,7 +15,7 @@ import numpy as np
 from rrfp.action import Edge
 from rrfp.comm.clock import VirtualClock
 from rrfp.comm.message import check_payload
-from rrfp.comm.transport import Announcement, Arrival, Departure, Event, Failure, Payload
+from rrfp.comm.transport import Announcement, Arrival, Departure, Event, Failure, Left, Payload
 from rrfp.comm.window import CallWindow, Roll
 from rrfp.errors import ConfigurationError, PipelineError
 
@@ -28,6 +28,7 @@ class _Message(NamedTuple):
     lane: int
     sequence: int
     payload: Payload
+    tell: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -121,6 +122,8 @@ class ScriptedNetwork:
             link.credits -= 1
             link.outstanding += 1
             link.sent += 1
+            if message.tell:
+                self._transports[self.owner[link.edge.source]].hear_left(message.call, link.edge)
             due = max(self.clock.now() + self._delays(link.edge, message.microbatch), link.lane_due[message.lane])
             link.lane_due[message.lane] = due
             if self._losses(link.edge, message.microbatch):
@@ -183,7 +186,7 @@ class ScriptedTransport:
         elif not self.closed:
             self._window.look_again(self._post)
 
-    def send(self, edge: Edge, microbatch: int, payload: Payload) -> None:
+    def send(self, edge: Edge, microbatch: int, payload: Payload, *, tell: bool = False) -> None:
         check_payload(payload)
         if self._window.call is None:
             raise PipelineError("send before the first begin(call)")
@@ -192,7 +195,7 @@ class ScriptedTransport:
         link = self._network.links[edge]
         lane = microbatch % self._network.lanes
         link.queued[lane] += 1
-        link.waiting.append(_Message(self._window.call, microbatch, lane, link.queued[lane], payload))
+        link.waiting.append(_Message(self._window.call, microbatch, lane, link.queued[lane], payload, tell))
         self._network.pump(link)
 
     def announce(self, edge: Edge, microbatch: int, duration: float) -> None:
@@ -229,6 +232,11 @@ class ScriptedTransport:
 
     def hear(self, event: Arrival | Announcement) -> None:
         self._window.deliver(event, self._post)
+
+    def hear_left(self, call: int, edge: Edge) -> None:
+        """The network's side: a message that was to be told of has left."""
+        if not self.dead and not self.closed:
+            self._post(Left(call, edge))
 
     def consumed(self, arrival: Arrival) -> None:
         lease, link = arrival.slot, self._network.links[arrival.edge]
