@@ -147,19 +147,19 @@ class Scheduler:
     def bound_unsent(self, most: int) -> None:
         """From now on a forward waits while `most` messages of one of its edges have not left their sender; `left` tells.
 
-        For a call of forwards only: its forwards hold no activation, so no limit holds them, and what a slower stage has not taken
-        would pile up. Before the first launch.
+        For a call of forwards only: its forwards hold no activation, so no limit holds them, and what a slower stage has not
+        taken would pile up. Before the first launch.
 
-        Nothing stands still for it. In a chain: say that nothing moves, and take the deepest stage with a ready forward. All stages
-        after it have run what they got, so its messages have found credits and left: it is not held. In any graph, with microbatches
-        in order: take the smallest microbatch that is not done and, along the graph, the first stage that has not run it. What was
-        sent before it has been taken, so its inputs are here and its own edges are empty. Neither holds if other chunks must wait
-        for the one that is held (two long queues, each of which waits for the other to be taken), so a fixed order across chunks
-        goes without the bound.
+        Nothing stands still for it. In a chain: say that nothing moves, and take the deepest stage with a ready forward. All
+        stages after it have run what they got, so its messages have found credits and left: it is not held. In any graph, with
+        microbatches in order: take the smallest microbatch that is not done and, along the graph, the first stage that has not
+        run it. What was sent before it has been taken, so its inputs are here and its own edges are empty. Neither holds if
+        other chunks must wait for the one that is held (two long queues, each of which waits for the other to be taken), so a
+        fixed order across chunks goes without the bound.
 
-        In a domain the leader's own edges decide. A follower whose edges are fuller launches later, in the same order: given the
-        orders of all ranks, every wait is for an earlier action of some order (the k-th launch here, for launch k - most - credits
-        there), the leaders have run them all under the very same rule, so the waits have no cycle, whatever the times.
+        In a domain the leader's own edges decide. A follower whose edges are fuller launches later, in the same order: given
+        the orders of all ranks, every wait is for an earlier action of some order (the k-th launch here, for launch
+        k - most - credits there), the leaders have run them all under the very same rule, so the waits have no cycle.
         """
         fixed = self.hint.strict or bool(self._forwards)
         if not (fixed and len(self.dependencies.stages) > 1):
