@@ -38,8 +38,11 @@ def require(holds: bool, what: str) -> None:
         raise Violation(what)
 
 
-def scheduler_key(scheduler: Scheduler) -> tuple:
-    """Everything that the future of a scheduler depends on; tests/model_check/test_components.py watches for new attributes."""
+def scheduler_key(scheduler: Scheduler, *, leads: bool = True) -> tuple:
+    """Everything that the future of a scheduler depends on; tests/model_check/test_components.py watches for new attributes.
+
+    A member that follows launches what is agreed as soon as that is ready and admitted: what its own hint would say is nothing to it.
+    """
     lacking = scheduler._lacking
     return (
         tuple(lacking.values()),
@@ -47,7 +50,7 @@ def scheduler_key(scheduler: Scheduler) -> tuple:
         # What was announced for a message that is here already is never looked at again.
         frozenset(key for key in scheduler._announced if key in scheduler._waiters),
         tuple(action for action in scheduler._weights_in_order if lacking[action] == 0),
-        tuple(value for name, value in vars(scheduler.hint).items() if name not in _FIXED_IN_A_HINT),
+        tuple(value for name, value in vars(scheduler.hint).items() if name not in _FIXED_IN_A_HINT) if leads else (),
     )
 
 
@@ -149,7 +152,7 @@ class Rank:
 
     def key(self) -> tuple:
         return (
-            tuple(map(scheduler_key, self.schedulers)), tuple(self.call), tuple(self.agreed), tuple(self.behind),
+            tuple(scheduler_key(s, leads=k == 0) for k, s in enumerate(self.schedulers)), tuple(self.call), tuple(self.agreed), tuple(self.behind),
             self.domain.key() if self.domain else (),
             tuple(tuple(sorted((type(e) is Arrival, e.call, e.edge, e.microbatch) for e in w._early)) for w in self.windows))
 

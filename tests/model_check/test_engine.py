@@ -1,5 +1,7 @@
 """The explorer's rank does what the engine's loop does: every transition of it, done by a real `Engine`, leads to the same state."""
 
+from collections.abc import Iterable
+
 import pytest
 from cells import ANY, Cell
 from components import AFTER, Domain, scheduler_key
@@ -8,7 +10,7 @@ from explorer import Automaton
 from rrfp.action import Action
 from rrfp.comm.transport import Announcement, Arrival
 from rrfp.engine.loop import Completion, Engine
-from rrfp.scheduler.arbiter import Decision
+from rrfp.scheduler.arbiter import Decision, Scheduler
 from rrfp.tp_coord.agreement import Solo
 
 CELLS = [
@@ -98,7 +100,11 @@ class Loop:
         return asked
 
     def state(self) -> tuple:
-        return tuple(scheduler_key(engine.scheduler) for engine in self.engines), self.domain.key() if self.domain else ()
+        return _keys(engine.scheduler for engine in self.engines), self.domain.key() if self.domain else ()
+
+
+def _keys(schedulers: Iterable[Scheduler]) -> tuple:
+    return tuple(scheduler_key(scheduler, leads=k == 0) for k, scheduler in enumerate(schedulers))
 
 
 def check_rank(cell: Cell, rank: int, part: Automaton) -> int:
@@ -119,7 +125,7 @@ def check_rank(cell: Cell, rank: int, part: Automaton) -> int:
             expected = [each for each in move.outputs if each[2] not in ("release", "flushed")]
             assert asked == expected, f"{cell}, rank {rank}: {move.label or event}"
             domain = there.domain.key() if there.domain else ()
-            assert loop.state() == (tuple(map(scheduler_key, there.schedulers)), domain), f"{cell}, rank {rank}: {move.label or event}"
+            assert loop.state() == (_keys(there.schedulers), domain), f"{cell}, rank {rank}: {move.label or event}"
             checked += 1
             if move.state not in paths:
                 paths[move.state] = (*paths[state], event)
