@@ -1,13 +1,14 @@
-"""What a decision costs: from the moment when nothing but the agreement is missing to the moment when the last member has the action.
+"""What a decision costs: from the moment when nothing but the agreement is missing to the moment when the last member has the
+action.
 
-    python benchmarks/agreement.py [--decisions 300] [--members 2 4] [--kinds shared-memory messages broadcast all-gather] [--gap 0.005]
-                                   [--skew 0.0002] [--spin 0.00005]
+    python benchmarks/agreement.py [--decisions 300] [--members 2 4] [--kinds shared-memory messages broadcast all-gather]
+                                   [--gap 0.005] [--skew 0.0002] [--spin 0.00005]
 
-Every member runs in a process of its own and waits as the engine does, in its inbox. Between decisions all sleep `--gap` seconds, an
-action, and up to `--skew` seconds more at random. In *ready* the messages are there before, and the clock starts when the last
-member has ended its action. In *arrival* every decision waits for a message, and the clock starts when it has reached the last member.
-Microseconds, median and 99th percentile; beside them Solo, a rank that agrees with itself, in the same loop. Kinds take turns in short
-rounds, so that other work on the machine disturbs all alike.
+Every member runs in a process of its own and waits as the engine does, in its inbox. Between decisions all sleep `--gap`
+seconds, an action, and up to `--skew` seconds more at random. In *ready* the messages are there before, and the clock starts
+when the last member has ended its action. In *arrival* every decision waits for a message, and the clock starts when it has
+reached the last member. Microseconds, median and 99th percentile; beside them Solo, a rank that agrees with itself, in the same
+loop. Kinds take turns in short rounds, so that other work on the machine disturbs all alike.
 """
 
 import argparse
@@ -95,7 +96,8 @@ class Group:
         for rank in range(members):
             ours, theirs = context.Pipe()
             self._pipes.append(ours)
-            self._processes.append(context.Process(target=serve, args=(kind, rank, members, directory, options, theirs), daemon=True))
+            arguments = (kind, rank, members, directory, options, theirs)
+            self._processes.append(context.Process(target=serve, args=arguments, daemon=True))
             self._processes[-1].start()
             theirs.close()
         for pipe in self._pipes:
@@ -124,7 +126,8 @@ class Group:
 
 
 def measure(kinds: list[str], members: list[int], decisions: int, *, gap: float = 0.005, skew: float = 0.0002, **options):
-    """Seconds per decision, by (kind, number of members, case); ("solo", 1, case) is always there. options: `open_agreement`'s."""
+    """Seconds per decision, by (kind, number of members, case); ("solo", 1, case) is always there. options:
+    `open_agreement`'s."""
     if any(kind in COLLECTIVE for kind in kinds):
         import torch  # noqa: F401 once, here: members inherit it
     cells = [("solo", 1), *((kind, count) for kind in kinds for count in members)]
@@ -164,7 +167,8 @@ def main() -> None:
     parser.add_argument("--spin", type=float, default=5e-5, help="shared memory: seconds of looking again before sleeping")
     options = parser.parse_args()
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    print(table(measure(options.kinds, options.members, options.decisions, gap=options.gap, skew=options.skew, spin_s=options.spin)))
+    found = measure(options.kinds, options.members, options.decisions, gap=options.gap, skew=options.skew, spin_s=options.spin)
+    print(table(found))
     print(f"load {os.getloadavg()[0]:.1f}")
 
 

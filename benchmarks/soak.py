@@ -26,6 +26,8 @@ from rrfp.compare.group import Group
 
 BLOCKS = 40
 """Of iterations; after each, every process is looked at."""
+LEAST = 200
+"""Iterations of a run: its first quarter has to be warm-up enough."""
 CALL_TIMEOUT = 60.0
 """Seconds without progress that end a call."""
 LONGEST_ITERATION = 0.5
@@ -45,15 +47,15 @@ class Quantity:
         return f"{value / self.unit:.0f}{' kB' if self.unit == 1024 else ''}"
 
 
-# What may be used at once is bounded, but by chance: its peak can come late, one or two more than before it. A new thread cannot.
-# Memory that is in use is full of holes, which fill slowly: the allocator's tolerance is one of its own steps. One object more or
-# less is a cache's entry.
+# How many buffers are in use at once is bounded, but by chance: the peak can come late, a few more than before it. Each is a file
+# of at most 64 kB, mapped once at each end, and a mapping keeps a descriptor of its own. A new thread cannot come by chance.
+# Memory is full of holes, which fill slowly: the tolerance is one of the allocator's steps. An object more or less is a cache's.
 QUANTITIES = (
-    Quantity("descriptors", 2),
+    Quantity("descriptors", 8),
     Quantity("threads", 0),
-    Quantity("memory files", 2),
-    Quantity("their bytes", 1 << 18, 1024),
-    Quantity("mappings of them", 2),
+    Quantity("memory files", 4),
+    Quantity("their bytes", 5 << 16, 1024),
+    Quantity("mappings of them", 4),
     Quantity("/dev/shm", 0),
     Quantity("anonymous memory", 1 << 18, 1024),
     Quantity("objects", 1000),
@@ -64,14 +66,15 @@ def held(pid: int) -> dict[str, int]:
     """What a process holds, as /proc tells: numbers and bytes by the names of `QUANTITIES`."""
     process = Path(f"/proc/{pid}")
     files = [(link, os.readlink(link)) for link in (process / "fd").iterdir()]
-    memory = [os.stat(link).st_size for link, target in files if target.startswith("/memfd:")]
+    memory = [os.stat(link) for link, target in files if target.startswith("/memfd:")]
+    sizes = {file.st_ino: file.st_size for file in memory}
     maps = (process / "maps").read_text().splitlines()
     rollup = dict(re.findall(r"^(\w+): +(\d+) kB", (process / "smaps_rollup").read_text(), re.MULTILINE))
     return {
         "descriptors": len(files),
         "threads": len(list((process / "task").iterdir())),
-        "memory files": len(memory),
-        "their bytes": sum(memory),
+        "memory files": len(sizes),
+        "their bytes": sum(sizes.values()),
         "mappings of them": sum("/memfd:" in line for line in maps),
         "/dev/shm": len({line.split(maxsplit=5)[5] for line in maps if "/dev/shm/" in line}
                         | {target for _, target in files if target.startswith("/dev/shm/")}),
@@ -130,13 +133,12 @@ class Soak:
 # ---------------------------------------------------------------------- running it
 def soak(layout: Layout, *, iterations: int, seed: int, leak: Callable[[list], None] | None = None,
          say: Callable[[str], None] = lambda line: None) -> Soak:
-    """Run it to its end; at least 16 iterations. Raises RuntimeError if a rank fails."""
-    blocks = min(BLOCKS, iterations)
+    """Run it to its end; at least `LEAST` iterations. Raises RuntimeError if a rank fails."""
     group = Group(layout.workers, stage=partial(Worker, layout=layout, seed=seed, leak=leak), call_timeout=CALL_TIMEOUT)
     samples, peaks, start = [], [0] * layout.workers, time.monotonic()
     with group:
-        for block in range(blocks):
-            first, last = iterations * block // blocks, iterations * (block + 1) // blocks
+        for block in range(BLOCKS):
+            first, last = iterations * block // BLOCKS, iterations * (block + 1) // BLOCKS
             outcome = group.run(Block(first, last), lasts=LONGEST_ITERATION * (last - first))
             samples.append([held(pid) | counted for pid, counted in zip(group.pids, outcome.parts, strict=True)])
             peaks = list(map(max, peaks, outcome.peaks))
@@ -198,8 +200,8 @@ def main() -> int:
     parser.add_argument("--starts", type=int, default=0, help="start so often instead, for one iteration each")
     parser.add_argument("--burners", type=int, default=8, help="with --starts: processes that burn the cores meanwhile")
     options = parser.parse_args()
-    if options.iterations < 16:
-        parser.error(f"--iterations {options.iterations}: at least 16, so that growth can be told")
+    if options.iterations < LEAST:
+        parser.error(f"--iterations {options.iterations}: at least {LEAST}, so that its first quarter warms up")
     layout = LAYOUTS[options.layout]
     print(f"{options.layout}: {layout.ranks} ranks x {layout.chunks} chunks x {layout.members} members ({layout.agreement}), "
           f"{layout.workers} processes, seed {options.seed}; {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}",

@@ -54,7 +54,9 @@ LAYOUTS = {
     "domains-messages": Layout(2, members=2, agreement="messages"),
     "eight": Layout(4, members=2),
 }
-POLICIES = (Policy(), Policy(), Policy(hint="bf"), Policy(hint="fill-alt", limit="2p"), Policy(hint="1f1b", mode="strict"))
+DEEPEST = Policy(hint="fill-alt", limit="2p")
+POLICIES = (Policy(), Policy(), Policy(hint="bf"), DEEPEST, Policy(hint="1f1b", mode="strict"))
+WARM_UP = 16
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,9 @@ class Iteration:
 
     @classmethod
     def drawn(cls, seed: int, number: int) -> "Iteration":
-        """The same on every rank."""
+        """The same on every rank. In the first ones most is in flight, so that most buffers are made then."""
+        if number < WARM_UP:
+            return cls(False, MOST_MICROBATCHES, DEEPEST)
         draw = random.Random(f"{seed}/{number}")
         return cls(draw.random() < 0.125, draw.randint(1, MOST_MICROBATCHES), draw.choice(POLICIES))
 

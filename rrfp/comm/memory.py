@@ -7,6 +7,7 @@ against resizing, so that nobody can shrink one under its reader.
 """
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rrfp.comm.message import ALIGNMENT
+from rrfp.errors import PipelineError
 
 NONCE_BYTES = 16
 MAX_MAPPED = 1024
@@ -54,17 +56,27 @@ class Buffer:
         self.slot, self.size, self.fd, self._view = slot, size, -1, None
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         if size:
-            self.fd = os.memfd_create("rrfp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(self.fd, ALIGNMENT + size)
-            os.pwrite(self.fd, self.nonce, 0)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            try:
+                self._make()
+            except OSError as error:
+                self.close()
+                raise PipelineError(_no_memory(size, error)) from error
+
+    def _make(self) -> None:
+        self.fd = os.memfd_create("rrfp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, ALIGNMENT + self.size)
+        os.pwrite(self.fd, self.nonce, 0)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
 
     def grant(self) -> Grant:
         return Grant(self.slot, self.size, self.fd, self.nonce)
 
     def view(self, start: int, nbytes: int) -> np.ndarray:
         if self._view is None:
-            self._view = _map(self.fd, self.size)
+            try:
+                self._view = _map(self.fd, self.size)
+            except OSError as error:
+                raise PipelineError(_no_memory(self.size, error)) from error
         return self._view[start : start + nbytes]
 
     def close(self) -> None:
@@ -73,6 +85,14 @@ class Buffer:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def _no_memory(size: int, error: OSError) -> str:
+    way_out = {
+        errno.EMFILE: "every receive buffer is a descriptor: raise this process' limit (ulimit -n)",
+        errno.ENFILE: "every receive buffer is a descriptor: raise the host's limit (fs.file-max)",
+    }.get(error.errno, "give this rank more memory, or a smaller --rrfp-limit")
+    return f"no receive buffer of {size} bytes can be had: {os.strerror(error.errno)}; {way_out}"
 
 
 class Pool:

@@ -34,6 +34,7 @@ class Job(NamedTuple):
     lane: int
     nbytes: int
     payload: Payload
+    tell: bool = False
 
 
 class Outlet:
@@ -67,7 +68,9 @@ class Outlet:
 
 
 class Sender:
-    """The send thread. `need(outlet, slot, nbytes)` asks for a bigger slot; `fail(where, text, traceback)` reports an error."""
+    """The send thread. `need(outlet, slot, nbytes)` asks for a bigger slot; `fail(where, text, traceback)` reports an error;
+    `left(call, edge)` tells of a message that has left, if its job says so.
+    """
 
     def __init__(
         self,
@@ -77,8 +80,9 @@ class Sender:
         need: Callable[[Outlet, int, int], None],
         fail: Callable[[str, str, str], None],
         name: str,
+        left: Callable[[int, Edge], None] = lambda call, edge: None,
     ):
-        self._outlets, self._delay, self._need, self._fail = outlets, delay, need, fail
+        self._outlets, self._delay, self._need, self._fail, self._tell_left = outlets, delay, need, fail, left
         self._queue = Mailbox()
         self._flights: list = []  # heap of (due, order, outlet, job, grant): emulated delays only
         self._order = itertools.count()
@@ -187,6 +191,8 @@ class Sender:
         if inline:
             frames += [array[start : start + MAX_FRAME] for array in arrays for start in range(0, len(array), MAX_FRAME)]
         outlet.sockets[job.lane].send_multipart(frames)
+        if job.tell:
+            self._tell_left(job.call, outlet.edge)
         with self._left:
             outlet.sent += 1
             self._left.notify_all()

@@ -15,7 +15,7 @@ import numpy as np
 from rrfp.action import Edge
 from rrfp.comm.clock import VirtualClock
 from rrfp.comm.message import check_payload
-from rrfp.comm.transport import Announcement, Arrival, Departure, Event, Failure, Payload
+from rrfp.comm.transport import Announcement, Arrival, Departure, Event, Failure, Left, Payload
 from rrfp.comm.window import CallWindow, Roll
 from rrfp.errors import ConfigurationError, PipelineError
 
@@ -28,6 +28,7 @@ class _Message(NamedTuple):
     lane: int
     sequence: int
     payload: Payload
+    tell: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +63,7 @@ class ScriptedNetwork:
         delays: delays(edge, microbatch), seconds from the credit to the arrival.
         losses: losses(edge, microbatch), whether the message never arrives (the next one of its lane then shows the gap).
         duplicates: duplicates(edge, microbatch), whether it arrives twice.
+        corruptions: corruptions(edge, microbatch), what its receiver finds wrong with it, None if nothing.
         failures: rank -> time at which the rank dies without a word.
         credits, lanes: as for `ZmqTransport`; microbatch % lanes is the lane.
         control_delay: seconds for what is told besides payloads: calls, announcements, aborts, goodbyes and credits.
@@ -76,6 +78,7 @@ class ScriptedNetwork:
         delays: Callable[[Edge, int], float] = lambda edge, microbatch: 0.0,
         losses: Callable[[Edge, int], bool] = lambda edge, microbatch: False,
         duplicates: Callable[[Edge, int], bool] = lambda edge, microbatch: False,
+        corruptions: Callable[[Edge, int], str | None] = lambda edge, microbatch: None,
         failures: Mapping[int, float] | None = None,
         credits: int = 4,
         lanes: int = 1,
@@ -84,7 +87,7 @@ class ScriptedNetwork:
         if credits < 1 or lanes < 1:
             raise ConfigurationError(f"credits={credits}, lanes={lanes}: an edge needs at least one of each")
         self.clock, self.owner, self.lanes, self.credits, self.control_delay = clock, owner, lanes, credits, control_delay
-        self._delays, self._losses, self._duplicates = delays, losses, duplicates
+        self._delays, self._losses, self._duplicates, self.corruptions = delays, losses, duplicates, corruptions
         self.links: dict[Edge, _Link] = {}
         for edge in edges:
             if owner[edge.source] == owner[edge.destination]:
@@ -119,6 +122,8 @@ class ScriptedNetwork:
             link.credits -= 1
             link.outstanding += 1
             link.sent += 1
+            if message.tell:
+                self._transports[self.owner[link.edge.source]].hear_left(message.call, link.edge)
             due = max(self.clock.now() + self._delays(link.edge, message.microbatch), link.lane_due[message.lane])
             link.lane_due[message.lane] = due
             if self._losses(link.edge, message.microbatch):
@@ -181,7 +186,7 @@ class ScriptedTransport:
         elif not self.closed:
             self._window.look_again(self._post)
 
-    def send(self, edge: Edge, microbatch: int, payload: Payload) -> None:
+    def send(self, edge: Edge, microbatch: int, payload: Payload, *, tell: bool = False) -> None:
         check_payload(payload)
         if self._window.call is None:
             raise PipelineError("send before the first begin(call)")
@@ -190,7 +195,7 @@ class ScriptedTransport:
         link = self._network.links[edge]
         lane = microbatch % self._network.lanes
         link.queued[lane] += 1
-        link.waiting.append(_Message(self._window.call, microbatch, lane, link.queued[lane], payload))
+        link.waiting.append(_Message(self._window.call, microbatch, lane, link.queued[lane], payload, tell))
         self._network.pump(link)
 
     def announce(self, edge: Edge, microbatch: int, duration: float) -> None:
@@ -208,7 +213,9 @@ class ScriptedTransport:
         if self._failure is not None or self.closed:
             return
         expected = link.received[message.lane] + 1
-        if message.sequence != expected:
+        if (wrong := self._network.corruptions(link.edge, message.microbatch)) is not None:
+            pass
+        elif message.sequence != expected:
             what = "lost" if message.sequence > expected else "duplicated"
             wrong = f"message {message.sequence} of lane {message.lane} after {expected - 1}: a message was {what}"
         else:
@@ -225,6 +232,11 @@ class ScriptedTransport:
 
     def hear(self, event: Arrival | Announcement) -> None:
         self._window.deliver(event, self._post)
+
+    def hear_left(self, call: int, edge: Edge) -> None:
+        """The network's side: a message that was to be told of has left."""
+        if not self.dead and not self.closed:
+            self._post(Left(call, edge))
 
     def consumed(self, arrival: Arrival) -> None:
         lease, link = arrival.slot, self._network.links[arrival.edge]

@@ -76,7 +76,14 @@ class Departure(NamedTuple):
     rank: int
 
 
-Event = Arrival | Announcement | Failure | Departure
+class Left(NamedTuple):
+    """A message of this edge has left: the receiver has room for it, and it waits here no more."""
+
+    call: int
+    edge: Edge
+
+
+Event = Arrival | Announcement | Failure | Departure | Left
 
 
 class Transport(Protocol):
@@ -96,8 +103,11 @@ class Transport(Protocol):
         Nothing of a call is posted before its sender's facts have been compared.
         """
 
-    def send(self, edge: Edge, microbatch: int, payload: Payload) -> None:
-        """Queue a message. Never blocks: it waits for a credit of its edge elsewhere. `payload` stays untouched until it left."""
+    def send(self, edge: Edge, microbatch: int, payload: Payload, *, tell: bool = False) -> None:
+        """Queue a message. Never blocks: it waits for a credit of its edge elsewhere. `payload` stays untouched until it left.
+
+        tell: post `Left` when it has, at the latest before `flush` returns.
+        """
 
     def announce(self, edge: Edge, microbatch: int, duration: float) -> None:
         """Tell the edge's destination that its producer has started. Never queues behind a payload."""

@@ -42,7 +42,7 @@ from rrfp.comm.message import (
     encode_farewell,
 )
 from rrfp.comm.outbound import Job, Outlet, Sender
-from rrfp.comm.transport import Announcement, Arrival, Departure, Event, Failure, Payload
+from rrfp.comm.transport import Announcement, Arrival, Departure, Event, Failure, Left, Payload
 from rrfp.comm.window import CallWindow, Roll
 from rrfp.errors import PipelineError
 
@@ -140,8 +140,9 @@ class ZmqTransport:
             if peer.descriptor is not None:
                 loop.add(peer.descriptor, lambda peer=peer: self._on_death(peer))
         self._sender = Sender(
-            list(links.outlets.values()), delay=self._delay, need=self._need, fail=self._fail_here, name=f"{name}-send"
-        )
+            list(links.outlets.values()), delay=self._delay, need=self._need, fail=self._fail_here, name=f"{name}-send",
+            left=lambda call, edge: self._post(Left(call, edge)),
+        )  # fmt: skip
         loop.start()
         self._sender.start()
         self._greet(until)
@@ -182,7 +183,7 @@ class ZmqTransport:
         for rank in self._links.peers:
             self._tell(rank, Header(Kind.CALL, call=call), body)
 
-    def send(self, edge: Edge, microbatch: int, payload: Payload) -> None:
+    def send(self, edge: Edge, microbatch: int, payload: Payload, *, tell: bool = False) -> None:
         self._check_process()
         nbytes = check_payload(payload)
         if nbytes > self._limit:
@@ -192,7 +193,7 @@ class ZmqTransport:
             )
         if self._window.call is None:
             raise PipelineError("send before the first begin(call)")
-        job = Job(self._window.call, microbatch, self._lane_of(edge, microbatch), nbytes, payload)
+        job = Job(self._window.call, microbatch, self._lane_of(edge, microbatch), nbytes, payload, tell)
         self._sender.put(self._links.outlets[edge], job)
 
     def announce(self, edge: Edge, microbatch: int, duration: float) -> None:

@@ -36,10 +36,15 @@ class FailureLatch:
         self.set_event.set()
         return True
 
+    @property
+    def text(self) -> str:
+        """Rank, place and reason, with the remote traceback if there is one; empty if nothing has failed."""
+        return "" if self._failure is None else describe(self._failure, self.name)
+
     def raise_if_set(self) -> None:
-        """Raises PipelineError that names rank, place and reason, with the remote traceback if there is one."""
+        """Raises PipelineError that says `text`."""
         if self._failure is not None:
-            raise PipelineError(describe(self._failure, self.name))
+            raise PipelineError(self.text)
 
 
 def describe(failure: Failure, name: Callable[[int], str] = "rank {}".format) -> str:

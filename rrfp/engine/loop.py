@@ -15,16 +15,18 @@ from typing import NamedTuple
 
 from rrfp.action import Action, Edge
 from rrfp.comm.mailbox import Mailbox
-from rrfp.comm.transport import Announcement, Arrival, Departure, Failure, Transport
+from rrfp.comm.transport import Announcement, Arrival, Departure, Failure, Left, Transport
 from rrfp.engine.executor import Executor, Outputs
 from rrfp.engine.failure import FailureLatch
 from rrfp.engine.view import text_of
 from rrfp.errors import PipelineError
-from rrfp.scheduler.arbiter import WAIT, Decision, Scheduler
+from rrfp.scheduler.arbiter import MOST_UNSENT, WAIT, Decision, Scheduler
 from rrfp.tp_coord.agreement import Agreement
 
 FIRST_CALL = 3
 """The first call of its kind has so many times the patience: compiling or a first allocation is no hang."""
+STOPPED = 3.0
+"""Seconds by which a wait ends too late only if this process itself was stopped (SIGSTOP, a suspended job)."""
 LOOK = 1.0
 """Seconds after which a flush looks for news of its receivers."""
 _TRIES = 10
@@ -125,8 +127,8 @@ class Engine:
                 self._wait(wake_at)
             self.end()
         except BaseException as error:
-            # Invariant 9: the first failure wins. An action that fails after it (a collective without its peer) follows from it.
-            if not self.fail(error) and isinstance(error, Exception) and not isinstance(error, PipelineError):
+            # Invariant 9: the first failure wins. What fails after it (a collective without its peer, a flush) follows from it.
+            if not self.fail(error) and isinstance(error, Exception) and str(error) != self.latch.text:
                 self.latch.raise_if_set()
             raise
         finally:
@@ -149,6 +151,8 @@ class Engine:
         self._agreed: Action | None = None
         self._waits: list[tuple[str | None, float]] = []
         self._forward_only, self._microbatches = forward_only, microbatches
+        if forward_only:
+            scheduler.bound_unsent(MOST_UNSENT)
         self.patience = self.timeout * (1 if forward_only in self._warm else FIRST_CALL)
         now = self.last_progress = self._last_end = self._clock()
         self.in_call = self._open = True
@@ -218,6 +222,10 @@ class Engine:
         elif kind is Announcement:
             if event.call == self.call:
                 self.scheduler.announced(event.edge, event.microbatch, event.time, event.duration)
+        elif kind is Left:
+            if event.call == self.call:
+                self.scheduler.left(event.edge)
+                self.last_progress = self._clock()
         elif kind is Departure:
             self._departed.add(event.rank)
         elif kind is Failure:
@@ -233,8 +241,9 @@ class Engine:
         scheduler.completed(action, end)
         self.recorder.action(action, start, end, in_flight, self._executor.padded)
         for edge in scheduler.task(action).sends:
-            # Invariant 3: never blocks; what waits for a credit waits in the transport and is bounded by the in-flight limit.
-            self.transport.send(edge, action.microbatch, done.outputs[edge])
+            # Invariant 3: never blocks; what waits for a credit waits in the transport, and is bounded by the in-flight limit or,
+            # in a call that holds no activations, by the bound of messages that have not left.
+            self.transport.send(edge, action.microbatch, done.outputs[edge], tell=self._forward_only)
             self._handed[edge].append(action.microbatch)
             self.recorder.sent(edge, action.microbatch, end)
         self.last_progress = end
@@ -275,11 +284,15 @@ class Engine:
         now = self._clock()
         if self._departed:
             self._check_senders()
+            if self.scheduler.waits_to_send:
+                self._check_receivers()
         if now - self.last_progress >= self.patience:
             self._stuck = True
             raise PipelineError(self.hang_report())
         if not self._launched:
             reason = "agreement" if decision.action is not None else None if decision.wake_at is None else "announced"
+            if reason is None and self.scheduler.waits_to_send:
+                reason = "send"
             if not self._waits or self._waits[-1][0] != reason:
                 self._waits.append((reason, now))
         until = self.last_progress + self.patience
@@ -289,8 +302,11 @@ class Engine:
         try:
             event = self._inbox.get(timeout=max(0.0, wake_at - self._clock()))
         except Empty:
-            return
-        self._take(event)
+            event = None
+        if (now := self._clock()) > wake_at + STOPPED:
+            self.last_progress = now  # nobody owed us anything meanwhile: perhaps all were stopped
+        if event is not None:
+            self._take(event)
 
     def _record_waits(self, cause: str, now: float) -> None:
         """Waits without a reason of their own were for the message that made the next action ready."""

@@ -20,6 +20,7 @@ from rrfp.engine.failure import ELSEWHERE, FailureLatch, describe, is_hearsay
 from rrfp.engine.loop import Engine
 
 TICK = 1.0
+"""Seconds between two looks; a twentieth of the timeout where that is less, so that a look comes in what CULPRIT_SHARE leaves."""
 GRACE = 15.0
 """Seconds between a failure and the end of the process."""
 CULPRIT_SHARE = 0.8
@@ -81,12 +82,14 @@ class Watcher:
     # ------------------------------------------------------------------ the thread
     def _watch(self) -> None:
         latch = self._engine.latch
-        last = time.monotonic()
-        while not latch.set_event.wait(TICK):
+        self._resumed = last = time.monotonic()
+        tick = min(TICK, self._engine.timeout / 20)
+        while not latch.set_event.wait(tick):
             now = time.monotonic()
-            # A long tick means that this process itself was stopped: what it knows of the others is old.
-            if now - last < 3 * TICK:
-                self._look(now)
+            # A long tick means that this process itself was stopped: what it knows of the others is old, and counts from now on.
+            if now - last >= 3 * TICK:
+                self._resumed = now
+            self._look(now)
             last = now
         if latch.failure is not None:
             self._arm()
@@ -98,18 +101,19 @@ class Watcher:
         """The loop's own deadline covers its waits. Here: an action that does not return, and peers that are silent."""
         engine = self._engine
         limit = CULPRIT_SHARE * (engine.patience if engine.in_call else 3 * engine.timeout)
-        running, idle = engine.running, now - engine.last_progress
+        awake = now - self._resumed
+        running, idle = engine.running, min(awake, now - engine.last_progress)
         if engine.in_call and running is not None and idle > limit:
             self._fail(Failure(engine.rank, str(running), f"{running} has been running for {idle:.0f} s and does not return"))
             return
         # Heartbeats come from a thread of that process: whatever its main thread computes, they go on.
         silent = "no sign of life for {:.0f} s: stopped, or its machine hangs".format
         for rank, silence in engine.transport.state()["peers"].items():
-            if silence > limit and rank not in self._departed:
+            if (silence := min(awake, silence)) > limit and rank not in self._departed:
                 self._fail(Failure(rank, "heartbeat", silent(silence), lost=True))
                 return
         for name, silence in self._silences().items():
-            if silence > limit:
+            if (silence := min(awake, silence)) > limit:
                 self._fail(Failure(engine.rank, ELSEWHERE, f"{name} was lost (heartbeat): {silent(silence)}"))
                 return
 

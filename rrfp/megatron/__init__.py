@@ -52,6 +52,14 @@ def install_from_args(args: argparse.Namespace) -> None:
     _install(options)
 
 
+def check_parsed(args: argparse.Namespace) -> None:
+    """What must be refused before Megatron validates its arguments, since it acts on it by then. Raises ConfigurationError."""
+    from rrfp.megatron.compatibility import refusal
+
+    if args.pipeline_schedule == "rrfp" and getattr(args, "inprocess_restart", False):
+        raise ConfigurationError(refusal(argparse.Namespace(inprocess_restart=True)))
+
+
 def _check_at_start(options: Options, args: argparse.Namespace) -> None:
     """Refuse now what a call would be refused for later: a list that does not fit, for any number of microbatches this run can have."""
     placement = Placement.looped(args.pipeline_model_parallel_size, getattr(args, "virtual_pipeline_model_parallel_size", None) or 1)
@@ -101,6 +109,9 @@ def _install(options: Options, *, cpu: bool = False) -> None:
         for name, original in originals.items():
             _replace(schedules, name, make_forward_backward(options, original=original, interleaved=name == _INTERLEAVING))
         _connect_with_groups(options)
+        from rrfp.megatron.checkpoint_helper import watch_helper
+
+        _undo.append(watch_helper())
     elif options.instruments:
         from rrfp.megatron.baseline import watch
 

@@ -46,6 +46,8 @@ _REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
      "--fp8-recipe delayed without --tp-only-amax-red", "its amax reduction runs inside actions over data-parallel ranks"),
     (lambda c: "global_aux_loss" in str(getattr(c, "moe_router_load_balancing_type", "")), "--moe-router-load-balancing-type global_aux_loss",
      "its reduction runs inside actions over data-parallel ranks"),
+    (lambda c: getattr(c, "inprocess_restart", False), "--inprocess-restart",
+     "after a failure every process ends, so that none waits for a lost one, and a new one starts (torchrun --max-restarts N)"),
 )
 
 # What Megatron's own schedule does better, or alone: one line, and Megatron runs it.

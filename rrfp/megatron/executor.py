@@ -6,7 +6,7 @@ Everything that Megatron ties to "first" and "last" follows what was *executed* 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel import schedules
@@ -16,7 +16,7 @@ from rrfp.comm.transport import Arrival, Payload
 from rrfp.megatron.gradient_sync import GradientSync
 from rrfp.megatron.microbatches import MicrobatchIterator
 from rrfp.megatron.padding import Padding
-from rrfp.megatron.tensors import from_arrival, to_payload
+from rrfp.megatron.tensors import Expected, check_arrival, from_arrival, to_payload
 from rrfp.placement import Placement
 from rrfp.scheduler.dependencies import Task
 
@@ -40,6 +40,8 @@ class StepContext:
     cp_size: int
     max_in_flight: int
     call: int
+    activation: Expected
+    """What a stage input must be."""
     total_num_tokens: torch.Tensor
     """int32 scalar; microbatches add to it, in any order."""
     losses: dict[int, list] = field(default_factory=dict)
@@ -47,6 +49,14 @@ class StepContext:
 
     def is_last(self, stage: int) -> bool:
         return stage == self.placement.stages - 1
+
+
+class Saved(NamedTuple):
+    """What a backward needs of its forward. gradient: what must come for it; None on the last stage."""
+
+    input: torch.Tensor | None
+    output: torch.Tensor
+    gradient: Expected | None
 
 
 class MegatronExecutor:
@@ -75,8 +85,8 @@ class MegatronExecutor:
         self._padding = padding
         self._before_forward = before_forward
         self._device = torch.device("cuda", torch.cuda.current_device()) if _on_cuda() else torch.device("cpu")
-        self._saved: dict[tuple[int, int], tuple[list[torch.Tensor | None], torch.Tensor]] = {}
-        """By (stage, microbatch): input and output of a forward whose backward has not run."""
+        self._saved: dict[tuple[int, int], Saved] = {}
+        """By (stage, microbatch): of forwards whose backward has not run."""
         self._forwards: Counter[int] = Counter()  # per stage
         self._sync = GradientSync(context.config, context.models, microbatches=context.num_microbatches, rank=context.rank,
                                   forward_only=context.forward_only)
@@ -84,6 +94,7 @@ class MegatronExecutor:
     # ------------------------------------------------------------------ the Executor protocol
     def launch(self, task: Task, inputs: tuple[Arrival, ...], done: Callable[[Mapping[Edge, Payload]], None]) -> None:
         action = task.action
+        self._check(action, inputs)
         tensors = [tensor for arrival in inputs for tensor in from_arrival(arrival, release=self._release, device=self._device)]
         if self._padding is not None:
             self._padding.start()
@@ -94,6 +105,13 @@ class MegatronExecutor:
             self.padded = self._padding.finish(self._context.call, action)
         payload = to_payload(result) if task.sends else ()
         done({edge: payload for edge in task.sends})
+
+    def _check(self, action: Action, inputs: tuple[Arrival, ...]) -> None:
+        for arrival in inputs:
+            if action.kind == "F":
+                check_arrival(arrival, self._context.activation, may_be_missing=False)
+            else:
+                check_arrival(arrival, self._saved[action.stage, action.microbatch].gradient, may_be_missing=True)
 
     def _forward(self, action: Action, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         context, stage, microbatch = self._context, action.stage, action.microbatch
@@ -131,7 +149,10 @@ class MegatronExecutor:
         self._forwards[stage] += 1
         result = [] if last else [self._to_send(action, output_tensor)]
         if not context.forward_only:
-            self._saved[stage, microbatch] = (input_tensor, output_tensor)
+            gradient = None
+            if result:  # its shape goes with the data below
+                gradient = Expected.like(output_tensor, f"the output of {action}")
+            self._saved[stage, microbatch] = Saved(input_tensor, output_tensor, gradient)
             # `result` is an alias that keeps the storage: what is being sent is not freed under the send.
             schedules.deallocate_output_tensor(output_tensor, config.deallocate_pipeline_outputs)
         return result
@@ -143,7 +164,7 @@ class MegatronExecutor:
         return output_tensor.detach().clone() if self._context.forward_only else output_tensor.detach()
 
     def _backward(self, action: Action, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        input_tensor, output_tensor = self._saved.pop((action.stage, action.microbatch))
+        input_tensor, output_tensor, _ = self._saved.pop((action.stage, action.microbatch))
         chunk = self._context.placement.chunk_of(action.stage)
         self._sync.before_backward(chunk)
         if tensors and tensors[0] is None:

@@ -20,6 +20,7 @@ from rrfp.megatron.microbatches import MicrobatchIterator
 from rrfp.megatron.options import Options
 from rrfp.megatron.rerun import in_rerun, number_results
 from rrfp.megatron.runtime import Runtime, runtime_for
+from rrfp.megatron.tensors import Expected
 from rrfp.policy import Policy
 from rrfp.scheduler.arbiter import Scheduler
 
@@ -52,6 +53,8 @@ def make_forward_backward(options: Options, *, original: Callable, interleaved: 
         pg_collection=None,
         force_all_reduce: bool | None = False,
     ):
+        if interleaved:
+            decoder_seq_length = None  # as Megatron's interleaved schedule, which takes no notice of it
         models, iterators = _chunks(model, data_iterator, interleaved=interleaved)
         config = get_model_config(models[0])
         _check_p2p(config, interleaved=interleaved)
@@ -88,6 +91,7 @@ def make_forward_backward(options: Options, *, original: Callable, interleaved: 
             cp_size=groups.cp.size(),
             max_in_flight=options.policy.limits(runtime.placement, num_microbatches)[runtime.rank],
             call=runtime.engine.call + 1,
+            activation=_activation(config, groups, seq_length=seq_length, micro_batch_size=micro_batch_size, decoder_seq_length=decoder_seq_length),
             total_num_tokens=torch.zeros([], dtype=torch.int, device="cuda"),
         )
         describe_call = functools.partial(
@@ -154,6 +158,15 @@ def _scheduler(
     if refusal is not None:
         raise refusal
     return scheduler
+
+
+def _activation(config, groups, *, seq_length: int, micro_batch_size: int, decoder_seq_length: int | None) -> Expected:
+    """What Megatron would receive an activation as (`schedules.get_tensor_shapes`, `config.pipeline_dtype`)."""
+    (shape,) = schedules.get_tensor_shapes(
+        seq_length=seq_length, micro_batch_size=micro_batch_size, decoder_seq_length=decoder_seq_length, config=config, tp_group=groups.tp,
+        cp_group=groups.cp)
+    dtype = config.pipeline_dtype
+    return Expected(None if dtype is None else str(dtype).removeprefix("torch."), shape or None, "from this rank's configuration")
 
 
 def _say_limits(runtime: Runtime, policy: Policy, microbatches: int) -> None:

@@ -7,7 +7,7 @@ import sys
 
 from rrfp.comm.ports import reserve_port
 from rrfp.errors import ConfigurationError
-from rrfp.megatron import add_arguments, install_from_args
+from rrfp.megatron import add_arguments, check_parsed, install_from_args
 
 USAGE = """\
 usage: torchrun --nproc-per-node N -m rrfp [--cpu] SCRIPT [SCRIPT'S ARGUMENTS] [--pipeline-schedule rrfp ...]
@@ -90,7 +90,7 @@ def _prepare(script: str, *, cpu: bool) -> None:
 
 def _add_flags(arguments) -> None:
     """Add the flags where Megatron builds its parser, and act on them when it has validated its arguments."""
-    add, validate = arguments.add_megatron_arguments, arguments.validate_args
+    add, parse, validate = arguments.add_megatron_arguments, arguments.parse_args, arguments.validate_args
 
     @functools.wraps(add)
     def add_megatron_arguments(parser):
@@ -102,7 +102,14 @@ def _add_flags(arguments) -> None:
         install_from_args(args)
         return result
 
+    @functools.wraps(parse)
+    def parse_args(*rest, **kwargs):
+        args = parse(*rest, **kwargs)
+        check_parsed(args)
+        return args
+
     arguments.add_megatron_arguments = add_megatron_arguments
+    arguments.parse_args = parse_args
     arguments.validate_args = validate_args
     # 0.17.1 binds its own copy of the name.
     initialize = sys.modules.get("megatron.training.initialize")

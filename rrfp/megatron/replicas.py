@@ -44,17 +44,15 @@ class Replicas:
         self._transport: ZmqTransport | None = None
         self._lock = threading.Lock()
         self._failure: Failure | None = None
-        """Of this pipeline, and not told yet because the ring was not joined."""
+        """What was to be told, perhaps before the ring was joined."""
         self._stop = threading.Event()
         self.joined = threading.Event()
         self._thread = threading.Thread(target=self._join, name="rrfp-replicas", daemon=True)
         self._thread.start()
 
     def tell(self, failure: Failure, *, name: Callable[[int], str]) -> None:
-        """Tell all other pipelines of a failure of this one."""
-        if is_hearsay(failure):
-            return  # the ring has told them
-        text = describe(failure._replace(traceback=""), name)
+        """Tell all other pipelines of the first failure that this one knows, be it another's: not all rings may have heard of it."""
+        text = failure.text if is_hearsay(failure) else describe(failure._replace(traceback=""), name)
         with self._lock:
             self._failure = Failure(max(self._index, 0), "its pipeline", text, failure.traceback)
             transport = self._transport

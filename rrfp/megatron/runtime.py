@@ -24,6 +24,7 @@ from rrfp.engine.failure import FailureLatch, describe
 from rrfp.engine.loop import FIRST_CALL, Engine
 from rrfp.engine.watchdog import Watcher
 from rrfp.errors import ConfigurationError, PipelineError
+from rrfp.megatron.chord import Chord
 from rrfp.megatron.domain import NamedAgreement, find_domain, groups_of
 from rrfp.megatron.facts import job_facts
 from rrfp.megatron.failures import FailureReport, name_run
@@ -124,7 +125,11 @@ class Runtime:
             self.replicas = Replicas(
                 pipelines=pipelines, rank=rank, name=self.name(rank), store=torch.distributed.PrefixStore(f"ring/{rank}", job_store),
                 post=self._hear, interface=options.interface, heartbeat_s=_heartbeat(options))
-        self.watcher = Watcher(self.engine, departed=self._departed, report=self._report, abort=self._tell_replicas,
+        self._chord = None
+        if rank in (0, len(global_ranks) - 1) and len(global_ranks) > 2:
+            self._chord = Chord(rank=rank, ranks=len(global_ranks), store=store, hear=self.engine.hear, interface=options.interface,
+                                heartbeat_s=_heartbeat(options), deadline=OPEN_DEADLINE)
+        self.watcher = Watcher(self.engine, departed=self._departed, report=self._report, abort=self._tell_further,
                                silences=dict if self.replicas is None else self.replicas.silences)
 
     def name(self, rank: int) -> str:
@@ -176,7 +181,9 @@ class Runtime:
         self.engine.post(failure)
         self.transport.abort(failure)
 
-    def _tell_replicas(self, failure: Failure) -> None:
+    def _tell_further(self, failure: Failure) -> None:
+        if self._chord is not None:
+            self._chord.tell(failure)
         if self.replicas is not None:
             self.replicas.tell(failure, name=self.name)
 
@@ -208,7 +215,7 @@ class Runtime:
             return
         self._closed = True
         self.watcher.close(exiting=exiting)
-        for link in (self.replicas, self.transport):
+        for link in (self.replicas, self._chord, self.transport):
             try:
                 if link is not None:
                     link.close(deadline=CLOSE_DEADLINE)

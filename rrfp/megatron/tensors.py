@@ -1,13 +1,19 @@
-"""Tensors to messages and back. A message carries dtype and shape, so shapes may change from microbatch to microbatch."""
+"""Tensors to messages and back. A message carries dtype and shape, so shapes may change from microbatch to microbatch.
+
+What is checked on arrival: an activation against the shape and dtype that Megatron would have received it with (with
+`variable_seq_lengths` any shape), a gradient against the output that it belongs to.
+"""
 
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from rrfp.comm.transport import Arrival, Part, Payload
+from rrfp.errors import PipelineError
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -28,7 +34,7 @@ def _part(tensor: torch.Tensor | None) -> Part:
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.device.type != "cpu":
         flat = flat.cpu()
-    return Part(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.view(torch.uint8).numpy())
+    return Part(_name(tensor.dtype), tuple(tensor.shape), flat.view(torch.uint8).numpy())
 
 
 def from_arrival(arrival: Arrival, *, release: Callable[[Arrival], None], device: torch.device) -> list[torch.Tensor | None]:
@@ -54,6 +60,41 @@ def from_arrival(arrival: Arrival, *, release: Callable[[Arrival], None], device
         # `memory` is the array that every tensor made below keeps alive, directly or as the base of its views.
         weakref.finalize(memory, gone).atexit = False
     return [_tensor(part, device) for part in parts]
+
+
+class Expected(NamedTuple):
+    """What a message must hold: one tensor of this dtype and shape. source: where that comes from, for the error.
+
+    dtype: torch's name, None for any. shape: None for any.
+    """
+
+    dtype: str | None
+    shape: tuple[int, ...] | None
+    source: str
+
+    @classmethod
+    def like(cls, tensor: torch.Tensor, source: str) -> "Expected":
+        return cls(_name(tensor.dtype), tuple(tensor.shape), source)
+
+
+def check_arrival(arrival: Arrival, expected: Expected, *, may_be_missing: bool) -> None:
+    """Raises PipelineError naming edge, microbatch, what was expected and what came.
+
+    may_be_missing: a gradient that does not exist is fine too.
+    """
+    parts = arrival.payload
+    if len(parts) == 1 and parts[0].data is None and may_be_missing:
+        return
+    if len(parts) == 1 and parts[0].data is not None and expected.dtype in (None, parts[0].dtype) and expected.shape in (None, parts[0].shape):
+        return
+    came = ", ".join("no tensor" if part.data is None else f"{part.dtype} {list(part.shape)}" for part in parts) or "nothing"
+    wanted = f"{expected.dtype or 'any dtype'} {'of any shape' if expected.shape is None else list(expected.shape)}"
+    raise PipelineError(
+        f"edge {arrival.edge}, microbatch {arrival.microbatch}: {came} came, expected {wanted} ({expected.source})")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _tensor(part: Part, device: torch.device) -> torch.Tensor | None:

@@ -161,7 +161,7 @@ class _Pipeline:
 
     # ------------------------------------------------------------------ who waits for what
     def waits(self, view: dict) -> list[Missing]:
-        """Each message that would let it go on; the credits, when only messages are left to leave."""
+        """Each message that would let it go on, and each edge whose messages have to leave first."""
         if not view["in_call"] or view["running"] is not None or view["next"] is None:
             return []
         edges, found = view["edges"], []
@@ -170,7 +170,7 @@ class _Pipeline:
                 what = {"F": "activation", "B": "gradient", "I": "gradient"}.get(_kind(entry["action"]), "message")
                 found += [Missing(view["rank"], edges[edge]["peer"], edge, entry["microbatch"], what, entry["action"])
                           for edge in entry["lacks"] if edge in edges]
-        if not view["next"]:
+        if not view["next"] or view["forward_only"]:  # a call that holds no activations is held by what has not left
             found += [Missing(view["rank"], end["peer"], edge, None, "credit", "")
                       for edge, end in edges.items() if end["direction"] == "out" and end["waiting"]]
         return found

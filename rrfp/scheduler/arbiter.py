@@ -11,6 +11,9 @@ from typing import NamedTuple
 from rrfp.action import Action, Edge
 from rrfp.scheduler.dependencies import Dependencies, Task
 
+MOST_UNSENT = 6
+"""Messages of one edge that may wait in their sender in a call of forwards only: the transport's credits, and two."""
+
 _SMOOTHING = 0.2  # weight of the newest duration in the moving average
 
 
@@ -139,6 +142,29 @@ class Scheduler:
             if not self._lacking[action]:
                 self._make_ready(action)
 
+    _most_unsent: int | None = None
+
+    def bound_unsent(self, most: int) -> None:
+        """From now on a forward waits while `most` messages of one of its edges have not left their sender; `left` tells.
+
+        For a call of forwards only: its forwards hold no activation, so no limit holds them, and what a slower stage has not
+        taken would pile up. Before the first launch.
+
+        Nothing stands still for it. In a chain: say that nothing moves, and take the deepest stage with a ready forward. All
+        stages after it have run what they got, so its messages have found credits and left: it is not held. In any graph, with
+        microbatches in order: take the smallest microbatch that is not done and, along the graph, the first stage that has not
+        run it. What was sent before it has been taken, so its inputs are here and its own edges are empty. Neither holds if
+        other chunks must wait for the one that is held (two long queues, each of which waits for the other to be taken), so a
+        fixed order across chunks goes without the bound.
+
+        In a domain the leader's own edges decide. A follower whose edges are fuller launches later, in the same order: given
+        the orders of all ranks, every wait is for an earlier action of some order (the k-th launch here, for launch
+        k - most - credits there), the leaders have run them all under the very same rule, so the waits have no cycle.
+        """
+        fixed = self.hint.strict or bool(self._forwards)
+        if not (fixed and len(self.dependencies.stages) > 1):
+            self._most_unsent, self._unsent = most, Counter()
+
     def _build_queues(self) -> None:
         stages = self.dependencies.stages
         chunk = {stage: index for index, stage in enumerate(stages)}
@@ -205,6 +231,8 @@ class Scheduler:
         queue.position = position
         if self._forwards and action.kind == "F":
             self._forward_position += 1
+        if self._most_unsent is not None:
+            self._unsent.update(task.sends)
         if task.in_flight > 0:
             self.in_flight += task.in_flight
             self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
@@ -234,6 +262,11 @@ class Scheduler:
         self.done[action.kind] += 1
         self.completed_count += 1
         self._satisfy(action)
+
+    def left(self, edge: Edge) -> None:
+        """A message of `edge` has left: a receiver has room for it. Only counted after `bound_unsent`."""
+        if self._most_unsent is not None:
+            self._unsent[edge] -= 1
 
     def _satisfy(self, lack: object) -> None:
         for action in self._waiters.pop(lack, ()):
@@ -272,12 +305,26 @@ class Scheduler:
             return False
         if task.backlog > 0 and self._full_of_weights():
             return False
+        if self._most_unsent is not None and self._full(task) is not None:
+            return False
         if self._forwards and action.kind == "F":
             return self._forwards[self._forward_position] == action
         return True
 
     def _full_of_weights(self) -> bool:
         return self.max_pending_w is not None and self.pending_w + self._promised_w >= self.max_pending_w
+
+    def _full(self, task: Task) -> Edge | None:
+        """An edge on which the result of `task` would be one message too many."""
+        return next((edge for edge in task.sends if self._unsent[edge] >= self._most_unsent), None)
+
+    @property
+    def waits_to_send(self) -> bool:
+        """Something is ready, and held only because messages have not left."""
+        if self._most_unsent is None:
+            return False
+        ready = (self.ready_in(queue) for queue in self._queues.values())
+        return any(action is not None and self._full(self._tasks[action]) is not None for action in ready)
 
     def candidate(self, queue: Queue) -> Action | None:
         """The action of a (stage, kind) that is ready, next in order, and admitted."""
@@ -412,6 +459,8 @@ class Scheduler:
             return f"the limit {self.limit} (in flight {self.in_flight})"
         if task.backlog > 0 and self._full_of_weights():
             return f"the bound of {self.max_pending_w} pending weight gradients (pending {self.pending_w})"
+        if self._most_unsent is not None and (edge := self._full(task)) is not None:
+            return f"edge {edge}: {self._unsent[edge]} messages have not left"
         if not self.admits(queue, action):
             return f"the order of forwards (next is {self._forwards[self._forward_position]})"
         if self.due is not None and action not in self.due:

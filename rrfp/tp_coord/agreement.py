@@ -10,7 +10,6 @@ from typing import Protocol
 from rrfp.action import Action, Edge
 from rrfp.comm.transport import Failure
 
-
 COLLECTIVE = ("broadcast", "all-gather")
 """Ways that go through a process group."""
 KINDS = ("auto", "shared-memory", "messages", *COLLECTIVE)
@@ -47,8 +46,8 @@ class Agreement(Protocol):
         transport: without this they would learn of each other's end by a deadline only."""
 
     def state(self) -> dict:
-        """For a hang report. Empty if there is nobody to agree with; else "leader", "members", "decisions" (how many were published,
-        or taken) and "peers", rank -> seconds since its last sign of life."""
+        """For a hang report. Empty if there is nobody to agree with; else "leader", "members", "decisions" (how many were
+        published, or taken) and "peers", rank -> seconds since its last sign of life."""
 
     def close(self) -> None:
         """Say goodbye and let go of the other members. Safe to call twice and after a failure."""

@@ -1,8 +1,9 @@
 """What every channel between members does: one thread that listens, signs of life, the first failure, goodbyes.
 
-Who owns what. The engine's thread publishes and looks; the channel's thread (`rrfp.comm.loop.Loop`) blocks in a poll until a member
-writes, ends, or a heartbeat is due, and then wakes the engine. `_lock` guards the latch and what is known of members; nothing
-foreign is called under it, and nothing that blocks. On an error in the thread the failure is latched, told to every member, and handed to `fail`.
+Who owns what. The engine's thread publishes and looks; the channel's thread (`rrfp.comm.loop.Loop`) blocks in a poll until a
+member writes, ends, or a heartbeat is due, and then wakes the engine. `_lock` guards the latch and what is known of members;
+nothing foreign is called under it, and nothing that blocks. On an error in the thread the failure is latched, told to every
+member, and handed to `fail`.
 """
 
 import os
@@ -40,7 +41,8 @@ class Peer:
             try:
                 self.descriptor = rendezvous.watch(self.pid, self.started)
             except ProcessLookupError:
-                raise PipelineError(f"rank {self.rank} (process {self.pid}) ended during start-up: look for its first error") from None
+                raise PipelineError(
+                    f"rank {self.rank} (process {self.pid}) ended during start-up: look for its first error") from None
 
 
 class ListeningChannel:
@@ -51,7 +53,8 @@ class ListeningChannel:
         peers: the members that this one hears.
         heartbeat_s: seconds between signs of life.
         silence_s: seconds without one after which a member counts as lost: it is stopped, or its machine hangs.
-        judge: which of the peers' silence this member judges first; the others a heartbeat later, in case that judge is silent too.
+        judge: which of the peers' silence this member judges first; the others a heartbeat later, in case that judge is silent
+            too.
     """
 
     def __init__(self, rank: int, peers: Iterable[Peer], *, heartbeat_s: float, silence_s: float, judges: Callable[[int], bool]):

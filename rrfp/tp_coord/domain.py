@@ -14,7 +14,8 @@ class Domain:
 
     def __post_init__(self):
         if not self.members or list(self.members) != sorted(set(self.members)):
-            raise ConfigurationError(f"a domain's members are distinct ranks in ascending order, at least one, got {self.members}")
+            raise ConfigurationError(
+                f"a domain's members are distinct ranks in ascending order, at least one, got {self.members}")
 
     @property
     def leader(self) -> int:
@@ -44,7 +45,8 @@ def domain_of(rank: int, groups: Iterable[Sequence[int]], *, stage_of: Callable[
         if len(stages := {stage_of(member) for member in group}) > 1:
             raise ConfigurationError(
                 f"the group of ranks {', '.join(map(str, group))} spans the pipeline ranks "
-                f"{', '.join(map(str, sorted(stages)))}: collectives inside actions stay within one; leave the group out of the domain")
+                f"{', '.join(map(str, sorted(stages)))}: collectives inside actions stay within one; leave the group out of the "
+                "domain")
         for member in group:
             neighbours.setdefault(member, set()).update(group)
     found, todo = {rank}, [rank]

@@ -19,7 +19,8 @@ from rrfp.tp_coord.record import Decision, fold
 
 
 class Channel(Protocol):
-    """How members reach each other. Nothing in it blocks but `close`, which takes a second at most if a member does not answer."""
+    """How members reach each other. Nothing in it blocks but `close`, which takes a second at most if a member does not
+    answer."""
 
     def open(self, wake: Callable[[], None], fail: Callable[[Failure], None]) -> None:
         """From now on news and failures are told. Called from any thread."""
@@ -143,9 +144,9 @@ class Member:
         digest = fold(self._digest, decision.call, decision.action)
         if (decision.sequence, decision.digest, decision.call) != (self._sequence + 1, digest, self._call):
             raise PipelineError(
-                f"the members of a domain diverge: rank {self._rank} expected decision {self._sequence + 1} of call {self._call} with "
-                f"digest {digest:08x}, rank {self._domain.leader} sent decision {decision.sequence} of call {decision.call}, "
-                f"{decision.action}, with digest {decision.digest:08x}")
+                f"the members of a domain diverge: rank {self._rank} expected decision {self._sequence + 1} of call {self._call} "
+                f"with digest {digest:08x}, rank {self._domain.leader} sent decision {decision.sequence} of call "
+                f"{decision.call}, {decision.action}, with digest {decision.digest:08x}")
         self._sequence, self._digest, self._spun = decision.sequence, digest, False
         self._channel.took(decision.sequence)
         return decision.action

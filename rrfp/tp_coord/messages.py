@@ -1,7 +1,8 @@
 """The channel across hosts: the same words and records as messages, in a star around the leader.
 
-Followers send their words up, the leader sends its decisions down. Sockets are pyzmq's with CURVE keys, as the transport's: inside a
-host over abstract names, across hosts over TCP (`rrfp.comm.connections`). A message is one byte that says what it is, and its body.
+Followers send their words up, the leader sends its decisions down. Sockets are pyzmq's with CURVE keys, as the transport's:
+inside a host over abstract names, across hosts over TCP (`rrfp.comm.connections`). A message is one byte that says what it is,
+and its body.
 
 Who owns what: the channel's thread reads the one inbox; sends go out under `_sending`, non-blocking, from any thread. Failures
 reach the leader, which passes them on. A follower sees only the leader; the leader sees everybody.

@@ -39,8 +39,9 @@ def open_agreement(
     """Connect to the other members of a domain. Give the result to an `Engine`, then `open(engine.wake, engine.hear)` it.
 
     Args:
-        kind: "auto" is "shared-memory" where every member can open the leader's page, else "messages". "broadcast" and "all-gather"
-            run the decisions through a process group of torch (`rrfp.tp_coord.process_group`), and the rest as "auto".
+        kind: "auto" is "shared-memory" where every member can open the leader's page, else "messages". "broadcast" and
+            "all-gather" run the decisions through a process group of torch (`rrfp.tp_coord.process_group`), and the rest as
+            "auto".
         domain: the members, as ranks of the job. A domain of one needs no channel and gets `Solo`.
         rank: this rank of the job. Failures name members so: give the transport the ranks of the job too, as `rank`, `owner` and
             `told_of`.
@@ -50,8 +51,8 @@ def open_agreement(
         deadline: seconds for the members to come.
         heartbeat_s: seconds between signs of life.
         silence_s: seconds without one after which a member counts as lost.
-        spin_s: shared memory: seconds for which a member that only waits for the others looks again before it goes to sleep. Being
-            woken costs more than most of these waits last; a core is not held for longer than that.
+        spin_s: shared memory: seconds for which a member that only waits for the others looks again before it goes to sleep.
+            Being woken costs more than most of these waits last; a core is not held for longer than that.
         interface: network name or address for members on other hosts.
         namespace: prefix of the keys in the store. Each opening in one store needs its own.
         host: who shares a host; by default the kernel's own answer.
@@ -69,7 +70,8 @@ def open_agreement(
     if len(domain.members) == 1:
         return Solo()
     opening = _Opening(kind, domain, rank, store, Receipts(edges, lanes, lane_of), time.monotonic() + deadline,
-                       f"{namespace}/{domain.leader}", host or rendezvous.host_identity(), interface, heartbeat_s, silence_s, spin_s)
+                       f"{namespace}/{domain.leader}", host or rendezvous.host_identity(), interface, heartbeat_s, silence_s,
+                       spin_s)
     try:
         return opening.run()
     except BaseException:
@@ -99,8 +101,9 @@ class _Opening:
             if self.leads:
                 self.page = Page.create(len(members), len(self.receipts.lanes))
         records = self._exchange("who", {
-            "host": self.host, "pid": os.getpid(), "started": rendezvous.started_at(os.getpid()), "key": self.keys.public.decode(),
-            "kind": self.kind, "members": members, "lanes": [[str(edge), lane] for edge, lane in self.receipts.lanes],
+            "host": self.host, "pid": os.getpid(), "started": rendezvous.started_at(os.getpid()),
+            "key": self.keys.public.decode(), "kind": self.kind, "members": members,
+            "lanes": [[str(edge), lane] for edge, lane in self.receipts.lanes],
             "bell": self.door, "page": [self.page.fd, self.page.nonce.hex()] if self.page is not None else None,
         })  # fmt: skip
         for rank, theirs in records.items():

@@ -1,13 +1,15 @@
-"""Agreement by collectives of torch, for comparison and for clusters where nothing else gets through. The only place here with torch.
+"""Agreement by collectives of torch, for comparison and for clusters where nothing else gets through. The only place here with
+torch.
 
-*broadcast*: the leader's choice among what has arrived at the leader. A follower may have to wait for the message; it will come, since
-each lane is FIFO in an agreed order. *all-gather*, the RRFP paper's protocol (section 4.2): every member offers its choice, the offers are
-gathered, and nobody runs unless all are the same; else they try again. Members whose rules never agree (moving averages differ) would
-try for ever: after `TIES` rounds in which all offered something the leader's offer is taken, which is as safe as a broadcast.
+*broadcast*: the leader's choice among what has arrived at the leader. A follower may have to wait for the message; it will
+come, since each lane is FIFO in an agreed order. *all-gather*, the RRFP paper's protocol (section 4.2): every member offers its
+choice, the offers are gathered, and nobody runs unless all are the same; else they try again. Members whose rules never agree
+(moving averages differ) would try for ever: after `TIES` rounds in which all offered something the leader's offer is taken,
+which is as safe as a broadcast.
 
-Collectives block, so each member has a thread for them (daemon: it may be inside one whose peer is stopped). What they cannot carry,
-signs of life, failures and goodbyes, goes over a channel of the usual kind. The thread shares with the engine's thread only what
-`_changed` guards, and a queue; an error in it is handed to the channel unless a failure is known already.
+Collectives block, so each member has a thread for them (daemon: it may be inside one whose peer is stopped). What they cannot
+carry, signs of life, failures and goodbyes, goes over a channel of the usual kind. The thread shares with the engine's thread
+only what `_changed` guards, and a queue; an error in it is handed to the channel unless a failure is known already.
 """
 
 import threading
@@ -36,7 +38,7 @@ BEAT = 0.5
 TIES = 16
 _PAUSES = (0.0005, 0.05)  # seconds between rounds without consent: the first, and the longest
 _SETTLE = 2.0  # seconds in which the channel tells whose end has broken a collective
-_PARTING = 2.0  # seconds to wait for the others' last round
+_PARTING = 1.0  # seconds to wait for the others' last round
 _NOTHING, _STOP = bytes(RECORD_BYTES), b"\xff" * RECORD_BYTES
 
 
@@ -237,9 +239,9 @@ class AllGatherChannel(CollectiveChannel):
         for index, offer in enumerate(offers):
             if (offer.sequence, offer.call, offer.digest) != (first.sequence, first.call, first.digest):
                 raise PipelineError(
-                    f"the members of a domain diverge: member {index} offers {offer.action} of call {offer.call} after {offer.sequence - 1} "
-                    f"decisions with digest {offer.digest:08x}, member 0 offers {first.action} of call {first.call} after "
-                    f"{first.sequence - 1} with digest {first.digest:08x}")
+                    f"the members of a domain diverge: member {index} offers {offer.action} of call {offer.call} after "
+                    f"{offer.sequence - 1} decisions with digest {offer.digest:08x}, member 0 offers {first.action} of "
+                    f"call {first.call} after {first.sequence - 1} with digest {first.digest:08x}")
         if any(offer.action != first.action for offer in offers):
             self._ties += 1
             if self._ties < TIES:

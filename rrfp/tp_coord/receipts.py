@@ -2,9 +2,9 @@
 
 Counters are enough, and no bitmap is needed, with several lanes too: a lane is FIFO in the order that the sending stage has
 agreed on, and which lane a message takes is a function of edge and microbatch. So every member receives the same sequence on
-each lane, what it has of it is a prefix, and the intersection of prefixes is the shortest one. Lanes may overtake each other, each
-has a counter of its own. That members do receive the same sequence is not taken on trust: each counter carries a digest of the
-lane's messages, and the leader compares it with its own digest at the same count.
+each lane, what it has of it is a prefix, and the intersection of prefixes is the shortest one. Lanes may overtake each other,
+each has a counter of its own. That members do receive the same sequence is not taken on trust: each counter carries a digest of
+the lane's messages, and the leader compares it with its own digest at the same count.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -82,6 +82,7 @@ class Receipts:
         if receipt.count < len(digests) and receipt.digest != digests[receipt.count] & 0xFFFFFF:
             edge, lane = self.lanes[index]
             raise PipelineError(
-                f"the members of a domain diverge: the first {receipt.count} messages of call {self._call} on edge {edge} lane {lane} "
-                f"came in another order, or were others, at rank {rank}: the sending stage's members have not run one sequence")
+                f"the members of a domain diverge: the first {receipt.count} messages of call {self._call} on edge {edge} "
+                f"lane {lane} came in another order, or were others, at rank {rank}: the sending stage's "
+                "members have not run one sequence")
         return min(receipt.count, len(digests) - 1)

@@ -7,9 +7,9 @@ however the processes end. Every word and every record has one writer:
     per member    words: heartbeat, goodbye, decisions taken, bytes of its failure; then one word per lane; then its failure
     the ring      records of 64 bytes, the sequence number first
 
-A word is stored at once (8 aligned bytes). x86 keeps the order of stores, so that a reader that sees a record's number sees the record;
-on other processors it may not, and so the record is read again until its checksum agrees too. A bell is one byte in a non-blocking
-pipe: a full pipe rings already. Who rings has written before; the system call orders both.
+A word is stored at once (8 aligned bytes). x86 keeps the order of stores, so that a reader that sees a record's number sees the
+record; on other processors it may not, and so the record is read again until its checksum agrees too. A bell is one byte in a
+non-blocking pipe: a full pipe rings already. Who rings has written before; the system call orders both.
 """
 
 import fcntl
@@ -109,13 +109,14 @@ class Page:
 class SharedMemoryChannel(ListeningChannel):
     """Args:
     page: mapped; this channel closes it.
-    bell: both ends of this member's own bell. It keeps the end that others write to, so that the bell never ends; closed here too.
+    bell: both ends of this member's own bell. It keeps the end that others write to, so that the bell never ends; closed here
+        too.
     ring: write ends of the other members' bells by rank.
     The rest is `ListeningChannel`'s.
     """
 
-    def __init__(self, domain: Domain, rank: int, peers: Iterable[Peer], *, page: Page, bell: tuple[int, int], ring: Mapping[int, int],
-                 heartbeat_s: float, silence_s: float):
+    def __init__(self, domain: Domain, rank: int, peers: Iterable[Peer], *, page: Page, bell: tuple[int, int],
+                 ring: Mapping[int, int], heartbeat_s: float, silence_s: float):
         # Of those that may judge a member, the lowest speaks first: then all members hear one text.
         super().__init__(rank, peers, heartbeat_s=heartbeat_s, silence_s=silence_s,
                          judges=lambda peer: rank == next(iter(domain.others(peer))))
@@ -182,7 +183,8 @@ class SharedMemoryChannel(ListeningChannel):
     def _spread(self, failure: Failure, source: int | None) -> None:
         if source is not None:
             return  # everybody reads everybody's area
-        short = failure._replace(where=failure.where[:_TEXT], text=failure.text[:_TEXT], traceback=failure.traceback[-_TRACEBACK:])
+        short = failure._replace(
+            where=failure.where[:_TEXT], text=failure.text[:_TEXT], traceback=failure.traceback[-_TRACEBACK:])
         data, page = encode_failure(short), self._page
         at = page.failure(self._me)
         page.bytes[at : at + len(data)] = data

@@ -6,7 +6,6 @@ import queue
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rrfp.comm.mailbox import Mailbox
+from rrfp.comm.ports import reserve_port
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -68,9 +68,7 @@ def make_data(folder: Path) -> list[str]:
 
 
 def environment(ranks: int) -> list[dict]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(reserve_port())
     return [
         {
             "RANK": str(rank),

@@ -282,7 +282,7 @@ def test_a_send_coupled_to_the_next_action_would_show(virtual):
         def __getattr__(self, name):
             return getattr(self._transport, name)
 
-        def send(self, *message):
+        def send(self, *message, tell=False):
             self._let_go()
             self._held.append(message)
 

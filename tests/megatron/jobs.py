@@ -535,16 +535,21 @@ def registered(*, equal):
 
 
 @job
-def disagreement(*, options=(), versions=(), calls=(), shared=(), config=(), absent=None, timeout=10.0):
+def disagreement(*, options=(), versions=(), calls=(), config=(), sends=(), absent=None, timeout=10.0):
     """A pipeline on which ranks have something otherwise: what each raises, and after how many seconds.
 
     options, versions, calls, config: rank -> what that rank has otherwise: options of the schedule, {"module": version}, a list of calls
         as dicts of microbatches and forward_only, fields of the model's config.
-    shared: options that all ranks have.
+    sends: rank -> "shape" or "dtype", what is wrong with the tensors that it sends.
     absent: (rank, call): a rank that does not enter that call until it hears of the others' failure.
     """
     import contextlib
     import importlib
+
+    def forward_step(data_iterator, chunk):
+        output, loss_func = gpt.forward_step(data_iterator, chunk)
+        wrong = dict(sends).get(rank)
+        return output[..., : gpt.HIDDEN // 2].clone() if wrong == "shape" else output.bfloat16() if wrong else output, loss_func
 
     rank = parallel_state.get_pipeline_model_parallel_rank()
     own = {name: dict(value).get(rank) for name, value in
@@ -559,7 +564,7 @@ def disagreement(*, options=(), versions=(), calls=(), shared=(), config=(), abs
             changed.enter_context(mock.patch.object(importlib.import_module(module), "__version__", version))
         for field, value in (own["config"] or {}).items():
             changed.enter_context(mock.patch.object(model.config, field, value))
-        chosen = Options(**{"timeout": timeout, **dict(shared), **(own["options"] or {})})
+        chosen = Options(**{"timeout": timeout, **(own["options"] or {})})
         function = make_forward_backward(chosen, original=OWN)
         start = time.monotonic()
         try:
@@ -568,7 +573,7 @@ def disagreement(*, options=(), versions=(), calls=(), shared=(), config=(), abs
                 start = time.monotonic()
                 if absent == (rank, number):
                     runtime.engine.latch.set_event.wait(60)
-                gpt.step(function, model, None, gpt.batches(0), update=False, **call)
+                gpt.step(function, model, None, gpt.batches(0), update=False, forward_step_func=forward_step, **call)
         except Exception as error:
             return f"{type(error).__name__}: {error}", time.monotonic() - start
         finally:

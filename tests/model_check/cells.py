@@ -14,6 +14,7 @@ from rrfp.errors import ConfigurationError
 from rrfp.placement import Placement
 from rrfp.policy import BUILT_IN, SPLIT_ONLY, Policy
 from rrfp.scheduler import Scheduler
+from rrfp.scheduler.hints import Announced, Prefer
 
 ANY = "any"
 """A hint of the tests: every admissible action may be chosen."""
@@ -37,9 +38,16 @@ class Cell:
     calls: int = 1
     credits: int = 4
     lanes: int = 1
+    any_choice: bool = False
+    """Every action that this policy's order and limits admit may be chosen, whatever its hint says. So for the hint `any`."""
+
+    def __post_init__(self):
+        if self.hint == ANY:
+            object.__setattr__(self, "any_choice", True)
 
     def __str__(self) -> str:
-        words = ["x".join(map(str, self.shape)), self.mode, self.hint, self.limit, self.order, f"credits={self.credits}",
+        hint = f"any({self.hint})" if self.any_choice and self.hint != ANY else self.hint
+        words = ["x".join(map(str, self.shape)), self.mode, hint, self.limit, self.order, f"credits={self.credits}",
                  f"lanes={self.lanes}"]
         words += ["split"] if self.split else []
         words += [f"w<={self.max_pending_w}"] if self.max_pending_w else []
@@ -60,34 +68,64 @@ class Cell:
         ranks, _, chunks, _ = self.shape
         return Placement.v(ranks, chunks) if self.placement == "v" else Placement.looped(ranks, chunks)
 
+    @property
+    def roomy(self) -> bool:
+        """Whether no message ever waits for a credit."""
+        return self.credits >= self.shape[1] * self.calls
+
+    @property
+    def by_itself(self) -> bool:
+        """Whether "any admissible choice" does not cover it: it obeys a list, or may wait without a timer."""
+        return self.mode == "strict" or any(
+            type(s.hint) is Announced and s.hint._skips is not None for calls in self.schedulers() for s in calls[0])
+
     def schedulers(self) -> list[list[list[Scheduler]]]:
         """By rank, call and member."""
         _, microbatches, _, members = self.shape
         policy, placement = self.policy, self.stages
-        return [[[policy.scheduler(placement, rank, microbatches, forward_only=self.forward_only) for _ in range(members)]
+        made = [[[policy.scheduler(placement, rank, microbatches, forward_only=self.forward_only) for _ in range(members)]
                  for _ in range(self.calls)] for rank in range(placement.ranks)]
+        if self.any_choice:
+            for scheduler in (s for calls in made for each in calls for s in each):
+                scheduler.hint = Prefer("BF")  # it is not asked, and has no state
+        return made
 
     def system(self) -> System:
         schedulers = self.schedulers()
         known = self.behaviour(schedulers)
         if known not in _ranks:
             _ranks.clear()  # cells that share ranks follow each other
-            _ranks[known] = [Automaton(Rank(calls, lanes=self.lanes, announces=self.policy.announces, any_choice=self.hint == ANY))
-                             for calls in schedulers]
+            _ranks[known] = [Automaton(Rank(calls, lanes=self.lanes, announces=self.policy.announces and not self.any_choice,
+                                            any_choice=self.any_choice, roomy=self.roomy)) for calls in schedulers]
         ranks = _ranks[known]
         limits = self.policy.limits(self.stages, self.shape[1])
         return connect(ranks, [calls[0] for calls in schedulers], limits, credits=self.credits, lanes=self.lanes)
 
+    @property
+    def paper(self) -> bool:
+        """Whether microbatches are finished one by one at the limit: what a rank may do then depends on all that it has done."""
+        return self.limit.startswith("paper:") and self.shape[2] > 1 and self.mode == "ready"
+
+    def alone(self) -> list[tuple[tuple, Rank]]:
+        """Its ranks, each by itself (one member, one call), and what two ranks that behave alike have in common."""
+        members = [calls[0][0] for calls in self.schedulers()]
+        announces = self.policy.announces and not self.any_choice
+        return [((self.shape[:3], self.placement, self.split, rank, announces, self.any_choice, _traits(scheduler)),
+                 Rank([[scheduler]], announces=announces, any_choice=self.any_choice)) for rank, scheduler in enumerate(members)]
+
     def behaviour(self, schedulers: Sequence | None = None) -> tuple:
         """Equal for two cells whose ranks behave alike."""
-        def of(scheduler: Scheduler) -> tuple:
-            hint = scheduler.hint
-            rows = tuple((name, value) for name, value in vars(hint).items() if isinstance(value, (int, str, float, tuple, type(None))))
-            return (scheduler.limit, scheduler.admission, scheduler.order, scheduler.max_pending_w, scheduler._forwards,
-                    type(hint).__name__, rows)
         lanes = self.lanes if self.shape[3] > 1 else 1
-        return (self.shape, self.placement, self.split, self.forward_only, self.calls, self.hint == ANY, lanes,
-                *(of(calls[0][0]) for calls in schedulers or self.schedulers()))
+        roomy = self.roomy and self.order == "free"  # looked at in free order only
+        return (self.shape, self.placement, self.split, self.forward_only, self.calls, self.any_choice, lanes, roomy,
+                *(_traits(calls[0][0]) for calls in schedulers or self.schedulers()))
+
+
+def _traits(scheduler: Scheduler) -> tuple:
+    """What a scheduler's choices depend on, its tasks aside."""
+    hint = scheduler.hint
+    rows = tuple((name, value) for name, value in vars(hint).items() if isinstance(value, (int, str, float, tuple, type(None))))
+    return (scheduler.limit, scheduler.admission, scheduler.order, scheduler.max_pending_w, scheduler._forwards, type(hint).__name__, rows)
 
 
 _ranks: dict[tuple, list[Automaton]] = {}
@@ -150,3 +188,8 @@ def distinct(cells: Iterator[Cell]) -> list[Cell]:
 def with_transports(cells: Sequence[Cell], transports: Sequence[tuple[int, int]]) -> list[Cell]:
     """Each cell under each (credits, lanes)."""
     return [replace(cell, credits=credits, lanes=lanes) for cell in cells for credits, lanes in transports]
+
+
+def covering(cells: Sequence[Cell]) -> list[Cell]:
+    """What has to be explored so that every cell is proven: each by itself, or as part of any admissible choice in its setting."""
+    return distinct(iter([cell if cell.by_itself else replace(cell, any_choice=True) for cell in cells]))

@@ -5,8 +5,10 @@ and checks it (`check`). Whatever it does to others is an output, which the expl
 """
 
 import copy
-from collections import deque
+from collections import Counter, deque
 from types import FunctionType
+
+import reduction
 
 from rrfp.action import Action, Edge
 from rrfp.comm.clock import VirtualClock
@@ -36,8 +38,11 @@ def require(holds: bool, what: str) -> None:
         raise Violation(what)
 
 
-def scheduler_key(scheduler: Scheduler) -> tuple:
-    """Everything that the future of a scheduler depends on; tests/model_check/test_components.py watches for new attributes."""
+def scheduler_key(scheduler: Scheduler, *, leads: bool = True) -> tuple:
+    """Everything that the future of a scheduler depends on; tests/model_check/test_components.py watches for new attributes.
+
+    A member that follows launches what is agreed as soon as that is ready and admitted: what its own hint would say is nothing to it.
+    """
     lacking = scheduler._lacking
     return (
         tuple(lacking.values()),
@@ -45,8 +50,24 @@ def scheduler_key(scheduler: Scheduler) -> tuple:
         # What was announced for a message that is here already is never looked at again.
         frozenset(key for key in scheduler._announced if key in scheduler._waiters),
         tuple(action for action in scheduler._weights_in_order if lacking[action] == 0),
-        tuple(value for name, value in vars(scheduler.hint).items() if name not in _FIXED_IN_A_HINT),
+        tuple(value for name, value in vars(scheduler.hint).items() if name not in _FIXED_IN_A_HINT) if leads else (),
     )
+
+
+def fork_scheduler(scheduler: Scheduler) -> Scheduler:
+    """A copy of all that changes; tests/model_check/test_components.py walks a copy and its original apart."""
+    new = copy.copy(scheduler)
+    for name in ("durations", "started", "done", "_running", "_announced", "_lacking", "_waiters", "_weights_in_order"):
+        setattr(new, name, copy.copy(getattr(scheduler, name)))
+    queues = new._queues = {key: copy.copy(queue) for key, queue in scheduler._queues.items()}
+    for queue in queues.values():
+        queue.heap = None if queue.heap is None else list(queue.heap)
+    new._by_direction = {
+        way: [queues[queue.stage, queue.kind] for queue in found] for way, found in scheduler._by_direction.items()}
+    hint = new.hint = copy.copy(scheduler.hint)
+    if "_queues" in vars(hint):
+        hint._queues = [queues[queue.stage, queue.kind] for queue in hint._queues]
+    return new
 
 
 class Domain(ScriptedDomain):
@@ -62,6 +83,15 @@ class Domain(ScriptedDomain):
         edge = next((value for value in about if isinstance(value, Edge)), None)
         lane = next((v for v in about[1:] if isinstance(v, int) and edge is not None), 0) % self.lanes
         self.news.setdefault((source, target, edge, lane), deque()).append(news)
+
+    def fork(self) -> "Domain":
+        new = copy.copy(self)
+        new.news = {channel: deque(queue) for channel, queue in self.news.items() if queue}
+        new._members = [copy.copy(member) for member in self._members]
+        for member in new._members:
+            member._domain, member._new, member._seen = new, list(member._new), member._seen.copy()
+            member._sequence = {call: list(actions) for call, actions in member._sequence.items()}
+        return new
 
     def key(self) -> tuple:
         members = tuple(
@@ -84,10 +114,11 @@ class Rank:
         announces: whether starts are announced.
         any_choice: whether every admissible action may be chosen, not only the hint's.
         blocking: a send blocks the rank until it has left (a control; the engine never does that).
+        roomy: no edge's messages ever wait for a credit.
     """
 
-    def __init__(self, calls, *, lanes=1, announces=False, any_choice=False, blocking=False):
-        self.calls, self.announces, self.any_choice, self.blocking = calls, announces, any_choice, blocking
+    def __init__(self, calls, *, lanes=1, announces=False, any_choice=False, blocking=False, roomy=False):
+        self.calls, self.announces, self.any_choice, self.blocking, self.roomy = calls, announces, any_choice, blocking, roomy
         members = len(calls[0])
         self.domain = Domain(members, lanes=lanes) if members > 1 else None
         self.agreements = [self.domain.agreement(k) for k in range(members)] if self.domain else [Solo()]
@@ -98,19 +129,30 @@ class Rank:
         self.windows = [CallWindow(ahead=4) for _ in range(members)]
         self.behind: list[tuple] = [()] * members
         """Per member, what the leader has launched and it has not: the domain's one sequence."""
-        self.shared = _constants(calls)
-        if self.domain:
-            self.shared[id(self.domain.clock)] = self.domain.clock  # nothing is ever due on it
         for k in range(members):
             self._begin(k)
 
     # -- what the explorer asks ----------------------------------------------------------------------------------------
     def fork(self) -> "Rank":
-        return copy.deepcopy(self, dict(self.shared))
+        """A copy that goes its own way; what never changes is shared."""
+        new = copy.copy(self)
+        new.domain = self.domain and self.domain.fork()
+        if self.domain:
+            new.agreements = [new.domain.agreement(k) for k in range(len(self.agreements))]
+        else:
+            new.agreements = [copy.copy(self.agreements[0])]
+            new.agreements[0]._new = list(self.agreements[0]._new)
+        new.schedulers = [fork_scheduler(scheduler) for scheduler in self.schedulers]
+        for name in ("call", "running", "agreed", "behind"):
+            setattr(new, name, list(getattr(self, name)))
+        new.windows = [copy.copy(window) for window in self.windows]
+        for window in new.windows:
+            window._early = list(window._early)
+        return new
 
     def key(self) -> tuple:
         return (
-            tuple(map(scheduler_key, self.schedulers)), tuple(self.call), tuple(self.agreed), tuple(self.behind),
+            tuple(scheduler_key(s, leads=k == 0) for k, s in enumerate(self.schedulers)), tuple(self.call), tuple(self.agreed), tuple(self.behind),
             self.domain.key() if self.domain else (),
             tuple(tuple(sorted((type(e) is Arrival, e.call, e.edge, e.microbatch) for e in w._early)) for w in self.windows))
 
@@ -120,6 +162,8 @@ class Rank:
             chunks = len(scheduler.dependencies.stages)
             bound += chunks if scheduler.admission == "paper" and chunks > 1 else 0
             require(0 <= scheduler.in_flight <= bound, f"rank {rank} holds {scheduler.in_flight} activations, its limit is {bound}")
+            for edge, kept in _kept(scheduler).items():
+                require(kept <= bound, f"rank {rank} keeps {kept} buffers of edge {edge}, its limit is {bound}")
             most = scheduler.max_pending_w
             require(most is None or scheduler.pending_w <= most, f"rank {rank} has {scheduler.pending_w} W pending, above {most}")
             if scheduler.finished:
@@ -133,7 +177,7 @@ class Rank:
 
     def events(self) -> list[tuple]:
         """(name, arguments...) of everything that this rank could try by itself."""
-        found = []
+        found: list[tuple] = []
         for k, scheduler in enumerate(self.schedulers):
             if self.running[k] is not None:
                 found.append(("end", k))
@@ -150,10 +194,9 @@ class Rank:
             found += [("hear", channel) for channel, queue in self.domain.news.items() if queue]
         return found
 
-    def commutes(self, event: tuple) -> bool:
-        """Whether the event can go first without loss (docs/proof.md, the reduction)."""
-        name, who = event[0], event[1]
-        return name == "end" or (name == "ask" and who > 0) or (name == "hear" and who[1] > 0)
+    def level(self, event: tuple) -> int:
+        """From which level of the reduction on the event goes first alone; 0: never."""
+        return reduction.level(self, event)
 
     # -- events --------------------------------------------------------------------------------------------------------
     def apply(self, event: tuple) -> tuple[str, list[tuple]] | None:
@@ -162,7 +205,7 @@ class Rank:
 
     def _begin(self, k: int):
         self.call[k] += 1
-        self.schedulers[k] = copy.deepcopy(self.calls[self.call[k]][k], dict(self.shared))
+        self.schedulers[k] = fork_scheduler(self.calls[self.call[k]][k])
         self.agreements[k].begin(self.call[k])
         stray = self.windows[k].begin(self.call[k], lambda event: self._posted(k, event))
         require(stray is None, f"a message fits no call: {stray}")
@@ -205,7 +248,8 @@ class Rank:
         if k == 0 and not scheduler.hint.strict:
             # Else "any admissible choice" would not stand for it. `Announced` may also wait.
             admissible, chosen = scheduler.admissible(), decision.action
-            idle = not admissible or type(scheduler.hint) is Announced
+            waits = type(scheduler.hint) is Announced and (now == BEFORE or scheduler.hint._skips is not None)
+            idle = not admissible or waits
             require(idle if chosen is None else chosen in admissible, f"{chosen} chosen where {admissible} are admissible")
         if now == AFTER and scheduler.choose(BEFORE).action == decision.action:
             return None  # no timer was running
@@ -266,16 +310,11 @@ class Rank:
         return f" (member {k})" if self.domain else ""
 
 
-def _constants(calls) -> dict[int, object]:
-    """What a fork shares with its original, by identity: everything that never changes."""
-    shared: dict[int, object] = {id(calls): calls}
-    shared[id(shared)] = shared
-    for scheduler in (s for members in calls for s in members):
-        hint = scheduler.hint
-        for value in (scheduler.dependencies, scheduler._tasks, scheduler._forwards, scheduler._finish_order, *scheduler._tasks,
-                      *scheduler._waiters, *scheduler._waiters.values(), scheduler.digest,
-                      *(vars(hint).get(name) for name in ("_row", "_place", "_places")),
-                      *(q.actions for q in scheduler._queues.values()), *(q.keys for q in scheduler._queues.values())):
-            if value is not None:
-                shared[id(value)] = value
-    return shared
+def _kept(scheduler: Scheduler) -> Counter[Edge]:
+    """Per incoming edge, messages of which an action was started and whose activation still has its slot."""
+    lacking, tasks = scheduler._lacking, scheduler._tasks
+    over = {(a.stage, a.microbatch) for a, task in tasks.items() if task.in_flight < 0 and lacking[a] == -2}
+    trains = any(task.in_flight for task in tasks.values())
+    return Counter(
+        edge for action, task in tasks.items() if task.arrivals and lacking[action] < 0
+        and ((action.stage, action.microbatch) not in over if trains else lacking[action] == -1) for edge in task.arrivals)

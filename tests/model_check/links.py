@@ -82,8 +82,9 @@ class Link:
         found += [("arrive", lane) for lane, wire in enumerate(self.outlet.sockets) if wire.frames]
         return found + ([("news", self.news[0][-1])] if self.news else [])
 
-    def commutes(self, event: tuple) -> bool:
-        return event[0] in ("leave", "credit") or event == ("news", True)
+    def level(self, event: tuple) -> int:
+        """From which level of the reduction on the event goes first alone; 0: never."""
+        return int(event[0] in ("leave", "credit") or event == ("news", True))
 
     def apply(self, event: tuple) -> tuple[str, list[tuple]] | None:
         return getattr(self, "_" + event[0])(*event[1:])

@@ -135,7 +135,7 @@ def fresh():
 def test_a_broken_part_is_noticed(monkeypatch, fresh, owner, name, broken, message):
     monkeypatch.setattr(owner, name, broken)
     with pytest.raises(Violation, match=message):
-        small().explore()
+        small().explore(level=1)
 
 
 def test_an_action_that_runs_twice_is_noticed(monkeypatch, fresh):
@@ -149,7 +149,7 @@ def test_an_action_that_runs_twice_is_noticed(monkeypatch, fresh):
 
     monkeypatch.setattr(Scheduler, "completed", completed)
     with pytest.raises((Violation, ValueError, KeyError)):
-        small().explore()
+        small().explore(level=1)
 
 
 def test_a_lost_credit_deadlocks(monkeypatch, fresh):
@@ -172,7 +172,7 @@ def test_a_member_that_chooses_for_itself_is_noticed(monkeypatch, fresh):
 
 
 def test_the_explorer_says_when_it_gave_up():
-    report = Cell((2, 2, 1, 1), ANY).system().explore(most=10)
+    report = Cell((2, 2, 1, 1), ANY).system().explore(level=1, most=10)
     assert not report.complete and report.states > 10
 
 
@@ -183,7 +183,7 @@ def test_the_explorer_says_when_it_gave_up():
 ], ids=["order", "chunks", "blocking"])
 def test_the_reduction_keeps_every_deadlock(options):
     system = build(**options)
-    reduced, everything = system.explore(), system.explore(reduced=False)
+    reduced, everything = system.explore(), system.explore(level=0)
     assert reduced.ends == everything.ends and reduced.deadlock is not None and reduced.states < everything.states
 
 

@@ -140,22 +140,18 @@ def simplest(case: Case) -> Case:
 
 
 _SIMPLE_HINTS = ("bf", "1f1b", ANY)
+_BESIDE = ({}, *({"limit": limit} for limit in ("1f1b", "1", "2", "3")),
+           {"hint": ANY}, {"late": 5.0}, {"delays": "random"}, {"capacity": 2})
+"""What a smaller pipeline may need to fail like a larger one: what a limit's name means, for one, depends on the size."""
 
 
 def smaller(case: Case) -> Iterator[Case]:
-    """Every case that is simpler in one field."""
+    """Cases of a smaller pipeline, whatever else that takes, and of the same one with one field that is simpler."""
+    for change in _less_work(case):
+        yield from (case.replace(**{**beside, **change}) for beside in _BESIDE)
     for index, (count, forward_only) in enumerate(case.calls):
-        before, after = case.calls[:index], case.calls[index + 1:]
-        if before or after:
-            yield case.replace(calls=before + after)
-        if count > 1:
-            yield case.replace(calls=(*before, (count - 1, forward_only), *after))
         if forward_only:
-            yield case.replace(calls=(*before, (count, False), *after))
-    for name in ("ranks", "chunks"):
-        for value in range(1, getattr(case, name)):
-            for limit in dict.fromkeys((case.limit, "1f1b", "1", "2", "3")):  # what a limit's name means depends on both
-                yield case.replace(**{name: value, "limit": limit})
+            yield case.replace(calls=(*case.calls[:index], (count, False), *case.calls[index + 1:]))
     for name in ("members", "lanes", "credits", "capacity"):
         yield from (case.replace(**{name: value}) for value in range(1, getattr(case, name)))
     for field in fields(Case):
@@ -163,3 +159,14 @@ def smaller(case: Case) -> Iterator[Case]:
             yield case.replace(**{field.name: field.default})
     place = _SIMPLE_HINTS.index(case.hint) if case.hint in _SIMPLE_HINTS else None
     yield from (case.replace(hint=hint) for hint in _SIMPLE_HINTS[:place])
+
+
+def _less_work(case: Case) -> Iterator[dict]:
+    """Changes to one call, rank, chunk or microbatch fewer, or several."""
+    for index, (count, forward_only) in enumerate(case.calls):
+        before, after = case.calls[:index], case.calls[index + 1:]
+        if before or after:
+            yield {"calls": before + after}
+        yield from ({"calls": (*before, (fewer, forward_only), *after)} for fewer in range(1, count))
+    for name in ("ranks", "chunks"):
+        yield from ({name: value} for value in range(1, getattr(case, name)))

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase
 from rrfp.errors import ConfigurationError
 from runs import run, story
 
-_SEEDS, _MOST_TRIES = 40, 4000
+_SEEDS, _MOST_TRIES = 24, 6000
 
 
 @dataclass
@@ -52,12 +52,12 @@ def search(seed: int, runs: int, *, fixed: dict | None = None, **broken) -> Outc
     except Exception:
         if outcome.error is None:
             raise
-        _shrink_further(outcome, broken)
+        _shrink_further(outcome, fixed or {}, broken)
         outcome.error.add_note(story(outcome.case, getattr(outcome.error, "cluster", None)))
     return outcome
 
 
-def _shrink_further(outcome: Outcome, broken: dict) -> None:
+def _shrink_further(outcome: Outcome, fixed: dict, broken: dict) -> None:
     """Hypothesis simplifies one field at a time under one seed; a smaller case often fails under another seed only."""
     tried: set[Case] = set()
     progress = True
@@ -66,7 +66,7 @@ def _shrink_further(outcome: Outcome, broken: dict) -> None:
         tries = (case.replace(seed=seed) for case in smaller(outcome.case)
                  for seed in ((case.seed, *range(_SEEDS)) if case.is_random else (0,)))
         for case in tries:
-            if case in tried:
+            if case in tried or any(getattr(case, name) != value for name, value in fixed.items()):
                 continue
             tried.add(case)
             if len(tried) > _MOST_TRIES:

@@ -123,7 +123,6 @@ def test_a_limit_off_by_one(monkeypatch, seed):
 
 def test_members_that_do_not_agree(seed):
     outcome = found(seed, agree=False, fixed={"members": 2})
-    # Two ranks part under some policies only, three under the simplest.
     assert outcome.case.ranks <= 3 and size(outcome)[2] <= 3 and isinstance(outcome.error, AssertionError)
 
 

@@ -6,9 +6,11 @@ from dataclasses import replace
 import pytest
 from browser import FOUND, MISSING, Browser
 from simulated import late_edge, scenario, straggler
+from views import waiting
 
 from rrfp.report import page
 from rrfp.report.analysis import Finding, Suggestion, analyse
+from rrfp.report.hang import merge
 from rrfp.report.page import write_page
 
 if FOUND is None:
@@ -83,6 +85,18 @@ def pixel(browser, analysis, time, stage) -> tuple[int, ...]:
         f"(() => {{ const canvas = document.getElementById('timeline'), box = canvas.getBoundingClientRect(); "
         f"const pen = new OffscreenCanvas(1, 1).getContext('2d', {{ willReadFrequently: true }}); "
         f"pen.drawImage(canvas, -Math.round({x} - box.x), -Math.round({y} - box.y)); return [...pen.getImageData(0, 0, 1, 1).data] }})()"))
+
+
+def test_a_failure_comes_first_and_only_if_there_is_one(show, analysis):
+    browser = show(analysis)
+    assert browser.js("document.getElementById('failure').hidden")
+    views = [waiting(peers={"1": 9.2}, last_action="<b>0F5</b>")]
+    browser = show(analysis, failure=merge(views), width=390)
+    assert not browser.js("document.getElementById('failure').hidden")
+    assert browser.js("document.querySelector('#failure .first').innerText") == merge(views).verdict
+    browser.js("document.querySelector('#failure details').open = true")
+    assert browser.js("document.querySelector('#failure pre').textContent") == merge(views).text()
+    assert browser.js("document.documentElement.scrollWidth") <= 390, "long lines scroll inside"
 
 
 @pytest.mark.parametrize("dark", [False, True])

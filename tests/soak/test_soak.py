@@ -22,14 +22,14 @@ EDGE = Edge(0, 1)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name, most", [("pp", 10_000), ("chunks", 10_000), ("domains", 10_000), ("domains-messages", 1000)])
 def test_nothing_grows(name, most, full, seed, capsys):
-    iterations = most if full else 300
+    iterations = most if full else min(300, most // 5)
     result = soak.soak(LAYOUTS[name], iterations=iterations, seed=seed)
     with capsys.disabled():
         print(f"\n{name}, seed {seed}: {iterations} iterations in {result.seconds:.0f} s, {result.messages} messages")
         print("\n".join(result.table()))
     assert not result.wrong()
     assert {process["calls"] for process in result.samples[-1]} == {iterations}
-    assert max(result.peaks) > 1 and result.messages > 300 * 4
+    assert max(result.peaks) > 1 and result.messages > 4 * iterations
 
 
 # ---------------------------------------------------------------------- controls: what grows is seen
@@ -46,37 +46,27 @@ def a_thread(leaked: list) -> None:
     thread.start()
 
 
-def a_mapped_memory_file(leaked: list) -> None:
+def of_every_kind(leaked: list) -> None:
     leaked.append(os.memfd_create("leaked"))
     os.ftruncate(leaked[-1], mmap.PAGESIZE)
     leaked.append(mmap.mmap(leaked[-1], mmap.PAGESIZE))
-
-
-def a_segment(leaked: list) -> None:
-    """Without a name, so that the test leaves nothing in /dev/shm."""
-    leaked.append(os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR))
-
-
-def objects(leaked: list) -> None:
+    leaked.append(os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR))  # without a name, so that nothing is left there
     leaked += [(number,) for number in range(20)]
 
 
-@pytest.mark.parametrize("leak, grows", [
-    (a_descriptor, ["descriptors"]),
-    (four_kilobytes, ["anonymous memory"]),
-    (a_thread, ["threads", "anonymous memory", "objects"]),
-    (a_mapped_memory_file, ["descriptors", "memory files", "their bytes", "mappings of them"]),
-    (a_segment, ["descriptors", "/dev/shm"]),
-    (objects, ["objects"]),
+@pytest.mark.parametrize("leak, grows, may_grow", [
+    (a_descriptor, {"descriptors"}, set()),
+    (four_kilobytes, {"anonymous memory"}, set()),
+    (a_thread, {"threads", "anonymous memory"}, {"objects"}),
+    (of_every_kind, {"descriptors", "memory files", "their bytes", "mappings of them", "/dev/shm", "objects"},
+     {"anonymous memory"}),
 ], ids=lambda value: value.__name__ if callable(value) else "")  # fmt: skip
-def test_a_leak_in_every_iteration_is_seen(leak, grows, seed):
+def test_a_leak_in_every_iteration_is_seen(leak, grows, may_grow, seed):
     result = soak.soak(Layout(2), iterations=200, seed=seed, leak=leak)
-    wrong = result.wrong()
     print("\n".join(result.table()))
-    for process in (0, 1):
-        seen = {what.split(": ")[1].split(" grew by")[0] for what in wrong if what.startswith(f"process {process}:")}
-        assert seen >= {grows[0]}, wrong
-        assert seen <= set(grows), wrong
+    for process in result.processes:
+        mine = [what.removeprefix(f"process {process}: ") for what in result.wrong() if what.startswith(f"process {process}: ")]
+        assert grows <= {what.partition(" grew by ")[0] for what in mine} <= grows | may_grow, result.wrong()
 
 
 def test_growth_is_a_trend():

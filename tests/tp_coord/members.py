@@ -1,7 +1,7 @@
 """Members of a domain in processes of their own, started once and then told what to do.
 
-`Members.ask(function, *arguments)` runs `function(end, *arguments)` in every member's process at once and returns the results in order
-of members. What a function raises is returned, not raised: what each member makes of a fault is what tests look at.
+`Members.ask(function, *arguments)` runs `function(end, *arguments)` in every member's process at once and returns the results
+in order of members. What a function raises is returned, not raised: what each member makes of a fault is what tests look at.
 """
 
 import faulthandler
@@ -105,9 +105,10 @@ class Members:
         options = {"edges": EDGES, "lanes": LANES, "deadline": WAIT, **options}
         self.processes = []
         for index, rank in enumerate(self.ranks):
+            domain = tuple(domain_ranks or self.ranks)
             mine = dict(options, **({"host": hosts[index], "interface": "127.0.0.1"} if hosts else {}))
             self.processes.append(context.Process(
-                target=_work, args=(kind, rank, tuple(domain_ranks or self.ranks), str(directory), mine, pipes, index), daemon=True))
+                target=_work, args=(kind, rank, domain, str(directory), mine, pipes, index), daemon=True))
             self.processes[-1].start()
         for _, theirs in pipes:
             theirs.close()
@@ -158,10 +159,11 @@ class Members:
     def remains(self) -> list[str]:
         """Descriptors of the domain's page that any process of this machine still has, and files of ours in /dev/shm."""
         found = [name for name in os.listdir("/dev/shm") if "rrfp" in name]
-        for link in Path("/proc").glob("[0-9]*/fd/*"):
+        for process in Path("/proc").glob("[0-9]*") if self._pages else ():
             try:
-                if os.stat(link).st_ino in self._pages and "memfd:rrfp-agreement" in os.readlink(link):
-                    found.append(str(link))
+                if process.joinpath("comm").read_text().startswith(("python", "pytest")):
+                    found += [str(link) for link in process.joinpath("fd").iterdir()
+                              if os.stat(link).st_ino in self._pages and "memfd:rrfp-agreement" in os.readlink(link)]
             except OSError:
                 pass  # gone meanwhile
         return found
@@ -240,11 +242,13 @@ class Player:
     """A member that receives the messages at random moments, obeys, and (leading) chooses at random among what is common.
 
     first: the number of the first call. Calls are counted from 0 in what is recorded.
-    counted: whether a decision comes only when its message has arrived everywhere. Else a member waits for it, as the engine does.
+    counted: whether a decision comes only when its message has arrived everywhere. Else a member waits for it, as the engine
+        does.
     gathers: every member chooses, by one rule on what has arrived here.
     """
 
-    def __init__(self, agreement, leads: bool, calls, rng: random.Random, *, first: int = 0, now=time.monotonic, counted=True, gathers=False):
+    def __init__(self, agreement, leads: bool, calls, rng: random.Random, *, first: int = 0, now=time.monotonic, counted=True,
+                 gathers=False):
         self._agreement, self._calls, self._rng, self._now = agreement, list(calls), rng, now
         self._first, self._counted, self._gathers, self._chooses = first, counted, gathers, leads or gathers
         self.call = -1

@@ -1,7 +1,7 @@
 """A pipeline whose stages are domains of two, in real processes: engine, scheduler, transport and agreement, without a model.
 
-Rank of the job = stage x members + member. The members of one index form a pipeline with its own transport; the members of one stage a
-domain. Durations and delays differ between members, so that without an agreement they would take different orders.
+Rank of the job = stage x members + member. The members of one index form a pipeline with its own transport; the members of one
+stage a domain. Durations and delays differ between members, so that without an agreement they would take different orders.
 """
 
 import os
@@ -36,15 +36,16 @@ class Rank:
         edges_in = sorted({edge for task in tasks for edge in task.arrivals})
         owner = {each: each * members + member for each in range(stages)}
         self.transport = ZmqTransport(
-            rank=rank, edges_in=edges_in, edges_out=sorted({edge for task in tasks for edge in task.sends}), owner=owner, store=store,
+            rank=rank, edges_in=edges_in, edges_out=sorted({edge for task in tasks for edge in task.sends}), owner=owner,
+            store=store,
             delay=lambda edge, microbatch: self._rng.random() * 0.004, namespace=f"pipeline{member}", lanes=2, heartbeat_s=0.2,
             told_of=range(stages * members))
         groups = [[each * members + other for other in range(members)] for each in range(stages)]
         self.agreement = Solo() if kind is None else open_agreement(
-            kind, domain=domain_of(rank, groups, stage_of=lambda each: each // members), rank=rank, store=store, edges=edges_in, lanes=2,
-            deadline=30.0, heartbeat_s=0.2, silence_s=2.0, **options)
-        self.engine = Engine(rank=rank, owner=owner.__getitem__, transport=self.transport, agreement=self.agreement, timeout=timeout,
-                             recorder=Recorder(rank=rank, stages=(stage,), directory=None))
+            kind, domain=domain_of(rank, groups, stage_of=lambda each: each // members), rank=rank, store=store, edges=edges_in,
+            lanes=2, deadline=30.0, heartbeat_s=0.2, silence_s=1.0, **options)
+        self.engine = Engine(rank=rank, owner=owner.__getitem__, transport=self.transport, agreement=self.agreement,
+                             timeout=timeout, recorder=Recorder(rank=rank, stages=(stage,), directory=None))
         self.transport.open(self.engine.post, deadline=30.0)
         self.agreement.open(self.engine.wake, self.engine.hear)
 

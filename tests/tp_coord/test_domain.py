@@ -45,7 +45,7 @@ def test_every_member_computes_the_same_domain(seed):
 
 
 def test_a_group_across_stages_is_refused():
-    with pytest.raises(ConfigurationError, match="the group of ranks 7, 8 spans the pipeline ranks 0, 1: collectives inside actions stay"):
+    with pytest.raises(ConfigurationError, match="the group of ranks 7, 8 spans the pipeline ranks 0, 1: collectives inside"):
         domain_of(7, [(7, 8)], stage_of=stage_of)
 
 

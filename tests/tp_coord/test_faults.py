@@ -1,4 +1,5 @@
-"""What goes wrong in one member is told to all, in the same words, within the deadlines; and a divergence is an error, not a hang."""
+"""What goes wrong in one member is told to all, in the same words, within the deadlines; and a divergence is an error, not a
+hang."""
 
 import re
 import signal
@@ -14,7 +15,7 @@ from rrfp.tp_coord import opening
 from rrfp.tp_coord.opening import COLLECTIVE
 
 COUNTED = ["shared-memory", "messages"]
-HEARTBEAT, SILENCE = 0.1, 1.0
+HEARTBEAT, SILENCE = 0.1, 0.6
 
 
 @pytest.fixture(params=[*COUNTED, *COLLECTIVE])
@@ -68,14 +69,16 @@ def test_a_killed_member_is_named_by_all_at_once(make, victim):
 
 
 @pytest.mark.parametrize("victim", [0, 2], ids=["leader", "follower"])
-def test_a_stopped_member_is_named_by_all_within_the_silence(make, victim):
+def test_a_stopped_member_is_named_by_all_within_the_silence(make, victim, full):
+    if make.kind in COLLECTIVE and not full and victim == (2 if make.kind == "broadcast" else 0):
+        return  # the channel beside the collectives tells, as in the other kinds
     group = make(4)
     group.ask(play, 2, 2, 0.0)
     stopped = time.monotonic()
     group.signal(victim, signal.SIGSTOP)
     rows = [row for row in group.ask(fail_of, only=survivors(group, victim)) if row is not None]
     assert {row[0] for row in rows} == {
-        Failure(victim, "agreement", "no sign of life for 1 s: stopped, or its machine hangs", lost=True)}
+        Failure(victim, "agreement", f"no sign of life for {SILENCE:.0f} s: stopped, or its machine hangs", lost=True)}
     assert SILENCE - HEARTBEAT < min(row[1] for row in rows) - stopped
     assert max(row[1] for row in rows) - stopped < SILENCE + 1.0
     group.signal(victim, signal.SIGKILL)
@@ -107,7 +110,7 @@ def abort(end, failure):
 def no_failure(end):
     """None if nothing is told for a while."""
     try:
-        return end.until_failure(0.3)
+        return end.until_failure(0.2)
     except TimeoutError:
         return None
 
@@ -147,8 +150,8 @@ def test_members_that_took_another_sequence_are_told(counted):
     group.ask(spoil_digest, only=[1])
     leader, follower = group.ask(play_and_tell, 5, 1)
     assert re.fullmatch(
-        r"the members of a domain diverge: rank 1 expected decision \d+ of call 2 with digest [0-9a-f]{8}, rank 0 sent decision \d+ of "
-        r"call 2, 1[FB]\d+, with digest [0-9a-f]{8}", follower), follower
+        r"the members of a domain diverge: rank 1 expected decision \d+ of call 2 with digest [0-9a-f]{8}, rank 0 sent decision "
+        r"\d+ of call 2, 1[FB]\d+, with digest [0-9a-f]{8}", follower), follower
     assert leader == follower, "the leader has heard it"
 
 
@@ -170,8 +173,8 @@ def test_members_whose_lanes_differ_are_told(counted):
     while (error := group.ask(look, only=[0])[0]) is None and time.monotonic() < deadline:
         pass
     assert re.fullmatch(
-        "the members of a domain diverge: the first [12] messages of call 0 on edge 0>1 lane 0 came in another order, or were others, "
-        "at rank 1: the sending stage's members have not run one sequence", str(error)), error
+        "the members of a domain diverge: the first [12] messages of call 0 on edge 0>1 lane 0 came in another order, or were "
+        "others, at rank 1: the sending stage's members have not run one sequence", str(error)), error
 
 
 def test_a_decision_that_is_spoilt_or_lost_is_told(counted):
@@ -274,5 +277,6 @@ def test_a_member_that_does_not_come_is_named(tmp_path):
     with Members("auto", (0,), tmp_path, domain_ranks=(0, 1), deadline=0.3) as group:
         pass
     (error,) = group.opened
-    assert re.fullmatch(r"ranks? 1 did not come within 0 s \(who\): look for .* first error, or raise the start-up deadline", str(error))
+    text = r"ranks? 1 did not come within 0 s \(who\): look for .* first error, or raise the start-up deadline"
+    assert re.fullmatch(text, str(error)), error
     assert group.left_behind == [[]]

@@ -22,7 +22,8 @@ class Job:
         self.ranks = range(STAGES * MEMBERS)
         pipes = [context.Pipe() for _ in self.ranks]
         self._pipes = [ours for ours, _ in pipes]
-        self.processes = [context.Process(target=_serve, args=(kind, rank, directory, options, pipes), daemon=True) for rank in self.ranks]
+        self.processes = [context.Process(target=_serve, args=(kind, rank, directory, options, pipes), daemon=True)
+                          for rank in self.ranks]
         for process in self.processes:
             process.start()
         for _, theirs in pipes:
