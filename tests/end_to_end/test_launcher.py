@@ -140,19 +140,6 @@ def test_importing_the_package_imports_neither_torch_nor_megatron():
 
 # --------------------------------------------------------------------------------- options, when Megatron has parsed them
 REFUSED = {
-    "tensor parallelism": (
-        "--tensor-model-parallel-size 2",
-        "--tensor-model-parallel-size above 1: .*use --pipeline-schedule 1f1b",
-    ),
-    "context parallelism": ("--context-parallel-size 2", "--context-parallel-size above 1: .*use --pipeline-schedule 1f1b"),
-    "expert parallelism": (
-        "--num-experts 2 --expert-model-parallel-size 2",
-        "--expert-model-parallel-size above 1: .*use --pipeline-schedule 1f1b",
-    ),
-    "virtual stages": (
-        "--num-layers-per-virtual-pipeline-stage 1",
-        "--num-layers-per-virtual-pipeline-stage: several chunks .*use --pipeline-schedule 1f1b",
-    ),
     "hint": (
         "--rrfp-hint fastest",
         r"--rrfp-hint fastest: is neither a hint nor a file; use one of announced, .*1f1b, .*or a CSV file's path",
@@ -184,7 +171,7 @@ def test_refused_option(server, tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "options", ["--rrfp-inject J4", "--rrfp-mode lazy", "--rrfp-order none", "--pipeline-schedule gpipe", "--rrfp-lanes two"]
+    "options", ["--rrfp-inject J4", "--rrfp-mode lazy", "--rrfp-order none", "--rrfp-agreement loud", "--pipeline-schedule gpipe", "--rrfp-lanes two"]
 )
 def test_choices_are_refused_by_the_parser(server, tmp_path, options):
     run = server.run("rrfp", tmp_path, *options.split(), ranks=1, world=4, pipeline=4, codes=[2])

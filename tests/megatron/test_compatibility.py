@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 core = pytest.importorskip("megatron.core")
 
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
@@ -16,12 +16,7 @@ from rrfp.megatron.compatibility import check_call, check_megatron, delegation, 
 from rrfp.megatron.options import Options  # noqa: E402
 
 REFUSED = {
-    "--tensor-model-parallel-size": {"tensor_model_parallel_size": 2},
-    "--context-parallel-size": {"context_parallel_size": 4},
-    "--expert-model-parallel-size": {"expert_model_parallel_size": 2},
-    "--expert-tensor-parallel-size": {"expert_tensor_parallel_size": 2},
     "--expert-tensor-parallel-num-weight-shards": {"expert_gtp_weight_remat_size": 2},
-    "--num-layers-per-virtual-pipeline-stage": {"virtual_pipeline_model_parallel_size": 2},
     "--delay-wgrad-compute": {"delay_wgrad_compute": True},
     "GTP": {"gtp_weight_remat_size": 2},
     "--use-megatron-fsdp": {"use_megatron_fsdp": True},
@@ -39,10 +34,11 @@ DELEGATED = {
 HARMLESS = [
     {},
     {
-        "tensor_model_parallel_size": 1,
-        "context_parallel_size": 1,
-        "expert_model_parallel_size": 1,
-        "virtual_pipeline_model_parallel_size": None,
+        "tensor_model_parallel_size": 2,
+        "context_parallel_size": 4,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
     },
     {"fp8": "e4m3", "fp8_recipe": "delayed", "tp_only_amax_red": True},
     {"fp8": None, "fp8_recipe": "delayed"},
@@ -207,16 +203,16 @@ def test_megatrons_own_complaints_are_kept(schedule):
         call(schedule, pg_collection=SimpleNamespace(tp=1, cp=1))
 
 
-def test_groups_with_collectives_inside_actions_are_refused(schedule):
-    def group(size):
-        return SimpleNamespace(size=lambda: size)
+def test_interleaving_asks_what_megatrons_does():
+    def forward_backward_pipelining_with_interleaving(**_): ...
 
-    for sizes, option in (((2, 1), "--tensor-model-parallel-size 2"), ((1, 4), "--context-parallel-size 4")):
-        groups = SimpleNamespace(tp=group(sizes[0]), cp=group(sizes[1]))
-        with pytest.raises(ConfigurationError, match=f"--pipeline-schedule rrfp with {option}: .*use --pipeline-schedule 1f1b"):
-            call(schedule, pg_collection=groups, p2p_communicator=SimpleNamespace(pp_group=group(2)))
-
-
-def test_interleaving_is_refused():
-    with pytest.raises(ConfigurationError, match="--num-layers-per-virtual-pipeline-stage: .*use --pipeline-schedule 1f1b"):
-        forward_backward.refuse_interleaving(model=[1, 2])
+    interleaved = forward_backward.make_forward_backward(Options(), original=forward_backward_pipelining_with_interleaving, interleaved=True)
+    assert interleaved.__name__ == "forward_backward_pipelining_with_interleaving"
+    module = torch.nn.Linear(1, 1)
+    with pytest.raises(AssertionError, match="interleaved pipeline parallelism expected model chunking"):
+        call(interleaved, model=module)
+    with pytest.raises(AssertionError, match="expected each model chunk to have a data iterator"):
+        call(interleaved, model=[module, module], data_iterator=None)
+    module.config = SimpleNamespace(overlap_p2p_comm=True, batch_p2p_comm=True)
+    with pytest.raises(ValueError, match="Can not use both overlap_p2p_comm and batch_p2p_comm"):
+        call(interleaved, model=[module, module], data_iterator=[None, None])
