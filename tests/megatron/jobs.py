@@ -149,7 +149,7 @@ def gradients_of(*, microbatches, own=True, **settings):
     state.restore()
     pipelined = parallel_state.get_pipeline_model_parallel_world_size() > 1
     function = (OWN if own else schedule()) if pipelined else schedules.forward_backward_no_pipelining
-    result = gpt.step(function, model, optimizer, gpt.batches(0), microbatches, update=False)
+    result = gpt.step(function, model, optimizer, gpt.iterators(), microbatches, update=False)
     return {
         "losses": [loss.numpy() for loss in result["losses"]],
         "gradients": {name: gradient.numpy() for name, gradient in result["gradients"].items()},
@@ -172,7 +172,7 @@ def without_agreement(*, keep, microbatches, seeds, timeout=6.0, **settings):
         DELAYS.seed, DELAYS.longest = seed, 0.004
         state.restore()
         try:
-            function = make_forward_backward(Options(timeout=timeout, hint="bf"), original=own(), interleaved=own() is OWN_INTERLEAVED)
+            function = make_forward_backward(Options(timeout=timeout, hint="bf", limit="8"), original=own(), interleaved=own() is OWN_INTERLEAVED)
             got = gpt.train(function, model, optimizer, microbatches, steps=2)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
