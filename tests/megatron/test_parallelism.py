@@ -49,7 +49,7 @@ def test_bitwise_equal_under_delays_that_differ_between_the_ranks(layout, order,
     chunks = "VPP" in name
     for case, settings in CASES[name].items():
         # With room for every microbatch a rank really chooses.
-        for hint, limit, agreement in [("bf", "8", "auto"), *([("announced", "1f1b", "messages")] if full else [])]:
+        for hint, limit, agreement in [("bf", "16", "auto"), *([("announced", "1f1b", "messages")] if full else [])]:
             where = group.run(
                 "same", microbatches=8, seeds=list(range(20 if full else 2)), steps=2 if full else 1,
                 options={"hint": hint, "limit": limit, "order": order, "agreement": agreement},
