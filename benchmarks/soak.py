@@ -51,11 +51,11 @@ class Quantity:
 # of at most 64 kB, mapped once at each end, and a mapping keeps a descriptor of its own. A new thread cannot come by chance.
 # Memory is full of holes, which fill slowly: the tolerance is one of the allocator's steps. An object more or less is a cache's.
 QUANTITIES = (
-    Quantity("descriptors", 8),
+    Quantity("descriptors", 12),
     Quantity("threads", 0),
-    Quantity("memory files", 4),
-    Quantity("their bytes", 5 << 16, 1024),
-    Quantity("mappings of them", 4),
+    Quantity("memory files", 6),
+    Quantity("their bytes", 7 << 16, 1024),
+    Quantity("mappings of them", 6),
     Quantity("/dev/shm", 0),
     Quantity("anonymous memory", 1 << 18, 1024),
     Quantity("objects", 1000),

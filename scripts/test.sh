@@ -1,8 +1,26 @@
 #!/usr/bin/env bash
 # Sets up .venv and runs the tests: bash scripts/test.sh [--all] [any arguments of pytest]
 #   --all   full counts (every seed, size and version) instead of the reduced default
+# Without paths, what only computes (model check, random schedules, simulation, fuzzer) runs beside the rest on what processor
+# time that leaves: jobs of several processes often wait.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/env.sh || exit 1
 export OMP_NUM_THREADS=1
-exec python -m pytest "$@"
+
+for argument in "$@"; do
+    [[ "$argument" =~ ^--(all|deep|seed=.*)$ ]] || exec python -m pytest "$@"
+done
+
+computing=(tests/model_check tests/random_schedules tests/scheduler tests/simulate tests/comm/test_fuzz.py)
+output=$(mktemp) status=0 beside=
+stop() { [ -z "$beside" ] || kill "$beside" 2>/dev/null || true; rm -f "$output"; }
+trap stop EXIT
+nice -n 19 python -m pytest "$@" -p no:cacheprovider "${computing[@]}" >"$output" 2>&1 &
+beside=$!
+python -m pytest "$@" "${computing[@]/#/--ignore=}" || status=$?
+echo "--- beside it: ${computing[*]} ---"
+wait "$beside" || status=$?
+beside=
+cat "$output"
+exit "$status"

@@ -290,6 +290,10 @@ def gloo_for_nccl():
 
     @functools.wraps(init_process_group)
     def gloo_init(backend=None, *args, **kwargs):
+        if not args and kwargs.get("store") is None and (start := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
+            # torchrun keeps one store over its restarts, in which gloo would find the addresses of processes that are gone.
+            store, kwargs["rank"], kwargs["world_size"] = next(dist.rendezvous("env://"))
+            kwargs["store"], kwargs["init_method"] = dist.PrefixStore(f"start{start}", store), None
         return init_process_group(backend if backend in ("gloo", "mpi", "fake") else "gloo", *args, **_gloo_options(kwargs))
 
     @functools.wraps(barrier)

@@ -1,7 +1,7 @@
 """What every rank of a pipeline must have alike, compared before the first action (`rrfp.comm.rendezvous.compare`).
 
-Not compared, because they may differ: --rrfp-interface and --rrfp-trace (each host's own), patch releases of Python, builds of torch
-(`+cpu`, `+cu128`), numpy, pyzmq.
+Not compared, because they may differ: --rrfp-interface and --rrfp-trace (each host's own), patch releases of Python, builds (torch's `+cpu`
+and `+cu128`; megatron-core puts the commit of whatever checkout it is run from after its `+`), numpy, pyzmq.
 """
 
 import platform
@@ -21,8 +21,8 @@ def job_facts(options: Options, *, world_size: int, pipeline_size: int) -> dict[
     import rrfp
 
     python = ".".join(platform.python_version_tuple()[:2])
-    versions = {"rrfp": rrfp.__version__, "torch": torch.__version__.partition("+")[0], "megatron-core": megatron.core.__version__, "Python": python}
-    facts = {name: Fact(version, f"install one {name} on all hosts") for name, version in versions.items()}
+    versions = {"rrfp": rrfp.__version__, "torch": torch.__version__, "megatron-core": megatron.core.__version__, "Python": python}
+    facts = {name: Fact(version.partition("+")[0], f"install one {name} on all hosts") for name, version in versions.items()}
     for name in _FLAGS:
         facts[f"--rrfp-{name}"] = _option(f"--rrfp-{name}", getattr(options, name))
     facts["the number of ranks in the job"] = Fact(world_size, "start all ranks with the same WORLD_SIZE")

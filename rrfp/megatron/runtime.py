@@ -246,7 +246,10 @@ def _many_descriptors() -> None:
 
 def _record_for_torchrun(text: str) -> None:
     """Where torchrun looks for a worker's error (TORCHELASTIC_ERROR_FILE); its summary then shows it. Else nothing."""
-    get_error_handler().record_exception(PipelineError(text))
+    try:
+        raise PipelineError(text)
+    except PipelineError as error:  # what the summary prints is the traceback of the exception that is being handled
+        get_error_handler().record_exception(error)
 
 
 def make_padding(options: Options, *, stages: int) -> Emulation | Injection | None:
@@ -283,8 +286,9 @@ def runtime_for(options: Options, pp_group: "torch.distributed.ProcessGroup", *,
     if key not in _runtimes:
         # Every opening has keys of its own: what an earlier one left in the store must not be taken for this one's.
         _openings[key] = _openings.get(key, 0) + 1
-        own, job = (torch.distributed.PrefixStore(f"rrfp/{whose}/{_openings[key]}", torch.distributed.distributed_c10d._get_default_store())
-                    for whose in (f"{'-'.join(map(str, ranks))}/{chunks}", f"job/{chunks}"))
+        opening = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{_openings[key]}"  # torchrun may keep one store over its restarts
+        own, job = (torch.distributed.PrefixStore(f"rrfp/{whose}/{chunks}/{opening}", torch.distributed.distributed_c10d._get_default_store())
+                    for whose in ("-".join(map(str, ranks)), "job"))
         _runtimes[key] = Runtime(options, global_ranks=ranks, rank=pp_group.rank(), store=own, job_store=job, groups=groups, chunks=chunks)
         _hook_exit()
     return _runtimes[key]

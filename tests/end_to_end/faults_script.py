@@ -1,7 +1,7 @@
 """The training script of the fault tests: scripts/pretrain_gpt.py, with one fault at one place on one rank.
 
 RRFP_TEST_FAULT holds {"rank", "what", "where", "call", "microbatch", "mark"} as JSON; the moment of the fault (time.monotonic(),
-one clock for all processes of a machine) is written to the file `mark`.
+one clock for all processes of a machine) is written to the file `mark`. A list of such has one for each start by torchrun.
 """
 
 import functools
@@ -17,7 +17,7 @@ import time
 import traceback
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
+SCRIPT = str(Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py")
 
 
 def mark(fault):
@@ -35,6 +35,10 @@ def strike(fault):
             raise ValueError("a fault on purpose")
         case "exit":
             sys.exit(3)
+        case "_exit":
+            os._exit(3)
+        case "term":
+            os.kill(os.getpid(), signal.SIGTERM)
         case "block":
             threading.Event().wait(300)
 
@@ -71,6 +75,20 @@ def in_forward(fault):
     return when
 
 
+def poison(schedules, fault):
+    """A weight becomes NaN, and so does every loss from this microbatch on."""
+    original, when = schedules.forward_step, in_forward(fault)
+
+    @functools.wraps(original)
+    def poisoned(step, data, model, *args, **kwargs):
+        if when(**kwargs):
+            mark(fault)
+            list(model.parameters())[-1].data.fill_(float("nan"))
+        return original(step, data, model, *args, **kwargs)
+
+    schedules.forward_step = poisoned
+
+
 def end_data_early(training, fault, *, items):
     """The stage's iterator ends after `items` microbatches."""
     build = training.build_train_valid_test_data_iterators
@@ -96,8 +114,14 @@ def arrange(fault):
     from megatron.training import training
 
     match fault["where"]:
+        case "forward" if fault["what"] == "nan":
+            poison(schedules, fault)
         case "forward":
             before(schedules, "forward_step", fault, when=in_forward(fault))
+        case "backward":
+            before(schedules, "backward_step", fault, when=nth(8 * fault["call"] + fault["microbatch"]))
+        case "finalize":
+            before(training, "finalize_model_grads", fault, when=nth(fault["call"]))
         case "optimizer":
             before(ChainedOptimizer, "step", fault, when=nth(fault["call"]))
         case "save":
@@ -155,14 +179,17 @@ def forget_inputs():
 
 def main():
     fault = json.loads(os.environ.get("RRFP_TEST_FAULT", "{}"))
+    if isinstance(fault, list):
+        start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        fault = fault[start] if start < len(fault) else {}
     if fault and int(os.environ["RANK"]) == fault["rank"]:
         arrange(fault)
     if not fault.get("close"):
-        runpy.run_path(str(SCRIPT), run_name="__main__")
+        runpy.run_path(SCRIPT, run_name="__main__")
         return
     opened, shared, error = watch_opening(), os.listdir("/dev/shm"), None
     try:
-        runpy.run_path(str(SCRIPT), run_name="__main__")
+        runpy.run_path(SCRIPT, run_name="__main__")
     except BaseException:
         error = traceback.format_exc()
     from rrfp.megatron import runtime

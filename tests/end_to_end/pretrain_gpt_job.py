@@ -1,23 +1,16 @@
 """Runs whole trainings of a tiny GPT, by readiness or as Megatron does, and reads what they logged and saved."""
 
-import json
 import os
-import queue
 import re
 import shutil
-import signal
-import subprocess
 import sys
-import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from rrfp.comm.mailbox import Mailbox
-from rrfp.comm.ports import reserve_port
+sys.path.insert(0, os.path.dirname(__file__))  # the helpers lie beside the test
+import job  # noqa: E402
+from job import ROOT  # noqa: E402
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 OWN_SCRIPT = ROOT / "scripts/pretrain_gpt.py"
 TINY = "--hidden-size 32 --seq-length 32 --max-position-embeddings 32".split()
 """Wins over scripts/tiny_gpt.args: half the size."""
@@ -57,29 +50,7 @@ def ready_tree(tree: Path, folder: Path) -> Path:
 
 def make_data(folder: Path) -> list[str]:
     """Real text in `folder`; the arguments of a tiny GPT on it."""
-    subprocess.run(
-        [sys.executable, str(ROOT / "scripts/prepare_data.py"), str(folder)],
-        check=True,
-        timeout=120,
-        capture_output=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    return (ROOT / "scripts/tiny_gpt.args").read_text().split() + (folder / "text.args").read_text().split() + TINY
-
-
-def environment(ranks: int) -> list[dict]:
-    port = str(reserve_port())
-    return [
-        {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        for rank in range(ranks)
-    ]
+    return job.prepare_data(folder) + TINY
 
 
 @dataclass
@@ -109,34 +80,12 @@ def value(line: str, name: str) -> float | None:
     return float(found[1]) if found else None
 
 
-class Server:
-    """`pretrain_gpt_server.py` for one script, in a process of its own."""
+class Server(job.Server):
+    """A server for one script, with arguments that all its jobs share."""
 
     def __init__(self, script: Path, arguments: list[str]):
+        super().__init__(script)
         self._arguments = arguments
-        variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "LOCAL_WORLD_SIZE": "4"}
-        self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "pretrain_gpt_server.py"), str(script)],
-            cwd=ROOT,
-            text=True,
-            env=os.environ | variables,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        self._lines = Mailbox()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self):
-        for line in self._process.stdout:
-            if line.startswith("["):  # imports may say things of their own
-                self._lines.put(json.loads(line))
-
-    def close(self):
-        self._process.stdin.close()
-        self._process.wait(30)
-        self._reader.join(10)
-        self._process.stdout.close()
 
     def run(
         self,
@@ -148,38 +97,22 @@ class Server:
         codes: list[int] | None = None,
         world: int | None = None,
         deadline: float = 100.0,
+        **variables: str,
     ) -> Run:
         """Train with `way` "rrfp" or "1f1b" (both under `python -m rrfp`, with that --pipeline-schedule) or "megatron".
 
         world: how many ranks each believes there are, for what ends before they meet (default: `ranks`).
+        variables: more of the ranks' environment.
 
         Raises AssertionError with the ranks' outputs if they end otherwise than with `codes` (default: all 0), or not in time.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        outputs = [folder / f"out{rank}.txt" for rank in range(ranks)]
         schedule = {"rrfp": ["--pipeline-schedule", "rrfp"], "1f1b": ["--pipeline-schedule", "1f1b"], "megatron": []}[way]
         argv = [*self._arguments, "--pipeline-model-parallel-size", str(pipeline or ranks), *schedule, *arguments]
-        variables = [one | {"RRFP_REPORT_DIR": str(folder)} for one in environment(world or ranks)[:ranks]]
-        job = {
-            "way": "megatron" if way == "megatron" else "rrfp",
-            "argv": argv,
-            "env": variables,
-            "output": list(map(str, outputs)),
-        }
-        print(json.dumps(job), file=self._process.stdin, flush=True)
-        pids = self._lines.get(timeout=60)
-        ended, until = {}, time.monotonic() + deadline
-        try:
-            while len(ended) < ranks:
-                pid, code = self._lines.get(timeout=max(0.0, until - time.monotonic()))
-                ended[pids.index(pid)] = code
-        except queue.Empty:
-            for rank in set(range(ranks)) - set(ended):
-                os.kill(pids[rank], signal.SIGKILL)
-            while len(ended) < ranks:
-                pid, code = self._lines.get(timeout=30)
-                ended[pids.index(pid)] = code
-        run = Run([ended[rank] for rank in range(ranks)], [output.read_text(errors="replace") for output in outputs])
+        environments = job.environments(world or ranks, RRFP_REPORT_DIR=str(folder), **variables)[:ranks]
+        started = self.start("megatron" if way == "megatron" else "rrfp", argv, variables=environments, folder=folder)
+        started.wait(deadline=deadline)
+        run = Run([started.codes[rank] for rank in range(ranks)], [started.output(rank) for rank in range(ranks)])
         assert run.codes == (codes or [0] * ranks), "\n".join(
             f"--- {way}, rank {rank}: exit status {run.codes[rank]} ---\n{run.outputs[rank][-4000:]}" for rank in range(ranks)
         )

@@ -14,6 +14,7 @@ pytest.importorskip("megatron.core")
 
 sys.path.insert(0, os.path.dirname(__file__))  # the helpers lie beside the test
 import pretrain_gpt_job as job  # noqa: E402
+from job import environments  # noqa: E402
 from pretrain_gpt_job import OWN_SCRIPT, ROOT, Server  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -273,7 +274,7 @@ def test_install_twice_uninstall_before_and_after_the_groups(tmp_path):
             stderr=subprocess.STDOUT,
             env=os.environ | one | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RRFP_REPORT_DIR": str(tmp_path)},
         )
-        for one in job.environment(2)
+        for one in environments(2)
     ]
     try:
         outputs = [process.communicate(timeout=100)[0] for process in processes]

@@ -562,6 +562,8 @@ def disagreement(*, options=(), versions=(), calls=(), config=(), sends=(), abse
     with contextlib.ExitStack() as changed:
         for module, version in (own["versions"] or {}).items():
             changed.enter_context(mock.patch.object(importlib.import_module(module), "__version__", version))
+        # A rank that waits in a collective for one that has failed is ended by its watcher, and the group with it.
+        changed.enter_context(mock.patch.object(model.config, "finalize_model_grads_func", None))
         for field, value in (own["config"] or {}).items():
             changed.enter_context(mock.patch.object(model.config, field, value))
         chosen = Options(**{"timeout": timeout, **(own["options"] or {})})
