@@ -16,7 +16,7 @@ computing=(tests/model_check tests/random_schedules tests/scheduler tests/simula
 output=$(mktemp) status=0 beside=
 stop() { [ -z "$beside" ] || kill "$beside" 2>/dev/null || true; rm -f "$output"; }
 trap stop EXIT
-nice -n 19 python -m pytest "$@" -p no:cacheprovider "${computing[@]}" >"$output" 2>&1 &
+nice -n 10 python -m pytest "$@" -p no:cacheprovider -o timeout=900 "${computing[@]}" >"$output" 2>&1 &
 beside=$!
 python -m pytest "$@" "${computing[@]/#/--ignore=}" || status=$?
 echo "--- beside it: ${computing[*]} ---"
