@@ -128,8 +128,8 @@ class Engine:
             self.end()
         except BaseException as error:
             # Invariant 9: the first failure wins. What fails after it (a collective without its peer, a flush) follows from it.
-            if not self.fail(error) and isinstance(error, Exception) and str(error) != self.latch.text:
-                self.latch.raise_if_set()
+            if not self.fail(error) and isinstance(error, Exception):
+                raise PipelineError(self.latch.text) from (None if isinstance(error, PipelineError) else error)
             raise
         finally:
             self.in_call = False

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,17 +70,21 @@ def run(server: job.Server, folder: Path, arguments: list[str], *, fault: dict |
     return ended
 
 
-def torchrun(folder: Path, arguments: list[str], *, faults: list[dict], ranks: int, deadline: float = 250.0) -> subprocess.CompletedProcess:
-    """The same under torchrun, with as many starts as `faults` (an empty one: none happens). Each rank's output is in `logs`."""
+def torchrun(folder: Path, arguments: list[str], *, faults: list[dict], ranks: int, deadline: float = 250.0) -> tuple[subprocess.CompletedProcess, float]:
+    """The same under torchrun, with as many starts as `faults` (an empty one: none happens). Each rank's output is in `logs`.
+
+    Returns the ended torchrun, and the seconds from the last fault to its end.
+    """
     port = reserve_port()
     variables = VARIABLES | {"RRFP_REPORT_DIR": str(folder), "RRFP_TEST_FAULT": json.dumps([marked(fault, folder) for fault in faults])}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(port),
                "--max-restarts", str(len(faults) - 1), "--monitor-interval", "0.1", "--redirects", "3", "--log-dir", str(folder / "logs"),
                "-m", "rrfp", "--cpu", str(SCRIPT), *arguments, "--pipeline-model-parallel-size", str(ranks)]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, timeout=deadline, capture_output=True, text=True)
+    seconds = time.monotonic() - float((folder / "mark").read_text())
     print(done.stderr[-8000:])
     job.nothing_left(folder, port=port)
-    return done
+    return done, seconds
 
 
 def torchrun_outputs(folder: Path, start: int) -> list[str]:

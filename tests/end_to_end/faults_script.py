@@ -89,6 +89,13 @@ def poison(schedules, fault):
     schedules.forward_step = poisoned
 
 
+def know_rerun_mode():
+    """Megatron 0.19 names a mode in two ways: as --rerun-mode takes it, its state machine does not know it."""
+    from megatron.core.rerun_state_machine import RerunMode
+
+    RerunMode._value2member_map_["report_stats"] = RerunMode.REPORT_DETERMINISM_STATS
+
+
 def end_data_early(training, fault, *, items):
     """The stage's iterator ends after `items` microbatches."""
     build = training.build_train_valid_test_data_iterators
@@ -182,7 +189,9 @@ def main():
     if isinstance(fault, list):
         start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         fault = fault[start] if start < len(fault) else {}
-    if fault and int(os.environ["RANK"]) == fault["rank"]:
+    if fault.get("where") == "rerun mode":
+        know_rerun_mode()
+    elif fault and int(os.environ["RANK"]) == fault["rank"]:
         arrange(fault)
     if not fault.get("close"):
         runpy.run_path(SCRIPT, run_name="__main__")

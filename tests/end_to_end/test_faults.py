@@ -252,11 +252,11 @@ def test_a_job_restarts_at_once_three_times(server, data, tmp_path, uninterrupte
 
 
 # ------------------------------------------------------------------------------------------------- under torchrun
-def test_torchrun_restarts_the_job_three_times(data, tmp_path, table, full, uninterrupted):
+def test_torchrun_restarts_the_job_three_times(data, tmp_path, full, uninterrupted):
     """A fault of another kind in each start; the fourth ends well. What was in the job's store of an earlier start does no harm."""
     ranks = RANKS if full else 2
     struck = [fault(1, "kill", "forward", microbatch=5), fault(0, "raise", "forward", microbatch=5), fault(ranks - 1, "exit", "finalize")]
-    done = faults_job.torchrun(tmp_path, data + saving(tmp_path), faults=[*struck, {}], ranks=ranks)
+    done, _ = faults_job.torchrun(tmp_path, data + saving(tmp_path), faults=[*struck, {}], ranks=ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     outputs = [faults_job.torchrun_outputs(tmp_path, start) for start in range(4)]
     assert all(len(ranks_of) == ranks for ranks_of in outputs)
@@ -269,12 +269,15 @@ TORCHRUN = {"kill": "SIGKILL", "_exit": "exitcode  : 3", "stop": "was lost", "ra
 @pytest.mark.parametrize("what", list(TORCHRUN))
 def test_under_torchrun_a_report_and_the_summary_name_the_rank(data, tmp_path, table, full, what):
     """The agent ends the survivors at once; what they printed may be lost, the files are not."""
-    if what in ("_exit",) and not full:
+    if what == "_exit" and not full:
         pytest.skip("only with --all: seen as kill -9 is")
     ranks, rank = (RANKS, 1) if full else (2, 1)
     timeout = ["--rrfp-timeout", str(TIMEOUT)] if what == "stop" else []
-    done = faults_job.torchrun(tmp_path, data + timeout, faults=[fault(rank, what, "forward", microbatch=5)], ranks=ranks)
+    done, seconds = faults_job.torchrun(tmp_path, data + timeout, faults=[fault(rank, what, "forward", microbatch=5)], ranks=ranks)
     assert done.returncode == 1
     summary = done.stderr[done.stderr.index("FAILED"):]
-    print(summary)
-    assert TORCHRUN[what] in summary or f"{name(rank)} was lost" in summary
+    table.add(what, "steady state, under torchrun", [seconds])
+    assert TORCHRUN[what] in summary or f"PipelineError: {name(rank)} was lost" in summary
+    # Whoever had the time to write says who it was.
+    reports = [text for each in range(ranks) if each != rank and (text := faults_job.report(tmp_path, each))]
+    assert all(name(rank) in text.splitlines()[1] for text in reports) and (reports or what in ("raise", "exit", "_exit", "kill"))
