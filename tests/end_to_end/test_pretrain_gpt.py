@@ -170,6 +170,40 @@ def test_two_data_parallel_pipelines(server, tmp_path, options):
     assert len({value(line, "grad norm") for line in ours.log}) == 5
 
 
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0".split()
+EXPERTS = ("--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
+           "--moe-aux-loss-coeff 0.01 --disable-bias-linear").split()
+PARALLELISM = {
+    "PP2xTP2+SP": (4, 2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+    # The chunks of a rank share its random generator.
+    "PP2xVPP2": (2, 2, ["--num-layers-per-virtual-pipeline-stage", "1", *NO_DROPOUT]),
+    "EP2xPP2xDP2": (4, 2, EXPERTS),
+}
+
+
+@pytest.mark.parametrize("layout", PARALLELISM)
+def test_every_kind_of_parallelism_trains_saves_and_resumes(server, tmp_path, layout, full):
+    """Log and checkpoints are Megatron's at the same sizes; a checkpoint of each schedule continues under the other."""
+    ranks, pipeline, options = PARALLELISM[layout]
+    common = [*EIGHT, *"--save-interval 2 --ckpt-format torch_dist --eval-interval 4 --eval-iters 1".split(), *options]
+
+    def train(way, folder, *more):
+        return server.run(way, folder, *common, *more, "--save", str(folder / "saved"), ranks=ranks, pipeline=pipeline)
+
+    theirs, ours = (train(way, tmp_path / way, "--train-iters", "4") for way in ("megatron", "rrfp"))
+    assert "[rrfp] hint announced" in ours.text and ours.log == theirs.log and len(ours.log) > 4
+    assert len({value(line, "grad norm") for line in ours.log if line.startswith("iteration")}) == 4
+    for iteration in (2, 4):
+        saved = f"saved/iter_{iteration:07}"
+        assert job.different(tmp_path / "megatron" / saved, tmp_path / "rrfp" / saved) == []
+    if not full and ranks > 2:
+        return
+    load = ["--load", str(tmp_path / "megatron/saved"), "--ckpt-step", "2", "--train-iters", "4"]
+    resumed = train("rrfp", tmp_path / "resumed", *load)
+    assert [line for line in resumed.log if line.startswith("iteration")][0] == ours.log[2]
+    assert job.different(tmp_path / "megatron/saved/iter_0000004", tmp_path / "resumed/saved/iter_0000004") == []
+
+
 NO_TREE = pytest.param(
     None, marks=pytest.mark.skip(reason="MEGATRON_LM=DIR names no more Megatron-LM checkouts"), id="no-checkout"
 )
