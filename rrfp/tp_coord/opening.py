@@ -188,7 +188,8 @@ class _Opening:
         for rank in star:
             self.keys.admit("agreement", records[rank]["key"], rank)
         ways = {bool(peer.pid) for peer in self.peers.values()}
-        endpoints = {str(shared): connections.bind(inbox, shared=shared) for shared in ways}
+        far = any(rendezvous.network_of(records[rank]["host"]) != rendezvous.network_of(self.host) for rank in star)
+        endpoints = {str(shared): connections.bind(inbox, shared=shared, far=far) for shared in ways}
         where = self._exchange("where", endpoints)
         channel = MessageChannel(
             self.rank, self.peers.values(), keys=self.keys, connections=connections, inbox=inbox, authenticators=authenticators,
