@@ -27,9 +27,12 @@ BY_ENGINE = {  # test -> calls of our engine
     "test_deallocate_output_tensor": 0,
     "test_forward_backward_func_without_pipeline_parallel": 0,
     "test_forward_backward_func_with_pipeline_parallel": 1,
+    "test_forward_backward_func_with_interleaving": 2,
+    "test_forward_backward_func_with_uneven_interleaving": 2,
     "test_forward_backward_pipelining_without_interleaving_with_custom_pgs": 2,
     "test_forward_backward_no_pipelining_with_custom_pgs": 0,
 }
+BY_ENGINE_OF_EIGHT = BY_ENGINE | {"test_forward_backward_pipelining_with_interleaving_with_custom_pgs": 1}  # two replicas
 pytestmark = pytest.mark.timeout(240)
 
 
@@ -89,8 +92,13 @@ def processes(tree, folder, command, *, ranks, **variables) -> tuple[list[int], 
     return codes, [output.read_text() for output in outputs]
 
 
-def run_tests(tree, folder, schedule) -> list[dict]:
-    """Run upstream's file on every rank; what each saw."""
+def expected(tensor: int) -> dict[str, int]:
+    return BY_ENGINE if tensor == 1 else BY_ENGINE_OF_EIGHT
+
+
+def run_tests(tree, folder, schedule, *, tensor: int = 1) -> list[dict]:
+    """Run upstream's file on every rank, with tensor parallelism of 1 or, as it stands, of 2; what each saw."""
+    ranks, names = RANKS * tensor, expected(tensor)
     (folder / "pytest.ini").write_text(
         "[pytest]\nmarkers =\n    internal: upstream's\n    flaky: upstream's\n    flaky_in_dev: upstream's\n"
     )
@@ -107,17 +115,20 @@ def run_tests(tree, folder, schedule) -> list[dict]:
         "-q",
         "--timeout",
         "100",
-        *(f"{tree / TESTS}::{name}" for name in BY_ENGINE),
+        *(f"{tree / TESTS}::{name}" for name in names),
     ]
-    codes, outputs = processes(tree, folder, command, ranks=RANKS, MEGATRON_SUITE_SCHEDULE=schedule)
-    assert codes == [0] * RANKS, "\n".join(f"--- rank {rank} ---\n{output[-4000:]}" for rank, output in enumerate(outputs))
-    assert all(f"{len(BY_ENGINE)} passed" in output for output in outputs), outputs
-    return [json.loads((folder / f"seen{rank}.json").read_text()) for rank in range(RANKS)]
+    codes, outputs = processes(tree, folder, command, ranks=ranks, MEGATRON_SUITE_SCHEDULE=schedule, MEGATRON_SUITE_TP=str(tensor))
+    assert codes == [0] * ranks, "\n".join(f"--- rank {rank} ---\n{output[-4000:]}" for rank, output in enumerate(outputs))
+    assert all(f"{len(names)} passed" in output for output in outputs), outputs
+    return [json.loads((folder / f"seen{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def test_megatrons_tests_pass_and_our_engine_ran_them(tree, tmp_path):
-    for seen in run_tests(tree, tmp_path, "rrfp"):
-        assert {name: found.get("engine", 0) for name, found in seen.items()} == BY_ENGINE
+@pytest.mark.parametrize("tensor", [1, 2], ids=["TP1", "TP2"])
+def test_megatrons_tests_pass_and_our_engine_ran_them(tree, tmp_path, full, tensor):
+    if tensor > 1 and not full:
+        pytest.skip("only with --all: eight processes")
+    for seen in run_tests(tree, tmp_path, "rrfp", tensor=tensor):
+        assert {name: found.get("engine", 0) for name, found in seen.items()} == expected(tensor)
         assert not any("megatron" in found for found in seen.values()), seen  # nothing was delegated
 
 
@@ -125,8 +136,9 @@ def test_without_our_schedule_megatrons_runs_them(tree, tmp_path, full):
     """Control of the count."""
     if not full:
         pytest.skip("only with --all")
+    refused = {f"test_forward_backward_func_with_{name}": 3 for name in ("interleaving", "uneven_interleaving")}  # and the call with 7 microbatches, which Megatron's schedule was asked for
     for seen in run_tests(tree, tmp_path, "1f1b"):
-        assert {name: found.get("megatron", 0) for name, found in seen.items()} == BY_ENGINE
+        assert {name: found.get("megatron", 0) for name, found in seen.items()} == BY_ENGINE | refused
         assert not any("engine" in found for found in seen.values())
 
 
