@@ -45,32 +45,44 @@ class Job:
         self.ends: dict[int, float] = {}
         """When each rank ended, on `time.monotonic()`."""
 
-    def wait(self, *, deadline: float, stopped: int | None = None) -> None:
-        """Wait for all ranks. What is still there after `deadline` seconds is killed, and so is `stopped` once all others have ended."""
+    def left(self) -> set[int]:
+        """Ranks that are not known to have ended."""
+        return set(range(len(self.pids))) - set(self.codes)
+
+    def ended(self, *, deadline: float, stopped: int | None = None) -> bool:
+        """Whether all ranks end within `deadline` seconds. Once all others have ended, `stopped` is killed."""
         until, asked = time.monotonic() + deadline, False
-        while len(self.codes) < len(self.pids):
-            left = set(range(len(self.pids))) - set(self.codes)
+        while left := self.left():
             if left == {stopped} and not asked:
                 os.kill(self.pids[stopped], signal.SIGKILL)
                 asked = True
             try:
                 event = self._events.get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
-                for rank in left:
-                    os.kill(self.pids[rank], signal.SIGKILL)
-                event = self._events.get(timeout=30)
+                return False
             self.codes[event["rank"]], self.ends[event["rank"]] = event["code"], event["when"]
+        return True
+
+    def wait(self, *, deadline: float, stopped: int | None = None) -> None:
+        """Wait for all ranks, as `ended`. What is still there after `deadline` seconds is killed."""
+        if not self.ended(deadline=deadline, stopped=stopped):
+            for rank in self.left():
+                os.kill(self.pids[rank], signal.SIGKILL)
+            assert self.ended(deadline=30), f"ranks {self.left()} can't be killed"
 
     def output(self, rank: int) -> str:
         return self._outputs[rank].read_text(errors="replace")
 
 
 class Server:
-    """`job_server.py` for one script. Any thread may start jobs, and they run side by side."""
+    """`job_server.py` for one script. Any thread may start jobs, and they run side by side.
 
-    def __init__(self, script: Path | str):
+    untouched: the script loads nothing of RRFP but its CPU mode when it is imported, so that "megatron" is the baseline.
+    """
+
+    def __init__(self, script: Path | str, *, untouched: bool = True):
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "job_server.py"), str(script)], cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, str(HERE / "job_server.py"), str(script), *([] if untouched else ["--touched"])], cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             env=os.environ | VARIABLES | {"LOCAL_WORLD_SIZE": "4"})
         self._lock = threading.Lock()
         self._numbers = itertools.count()

@@ -1,6 +1,6 @@
 """Starts training jobs of bare processes quickly: Megatron is imported once, and every rank is a fork that runs on from there.
 
-Nothing of RRFP but its CPU mode is loaded before the fork. A rank then goes one of two ways: "rrfp" enters `rrfp.cli.main` as
+Nothing of RRFP but its CPU mode is loaded before the fork (unless it is told `--touched`). A rank then goes one of two ways: "rrfp" enters `rrfp.cli.main` as
 `python -m rrfp` does; "megatron" runs the script as it is, the baseline. Jobs may run side by side. A line on stdin is one job,
 {"job": its number, "way", "argv", "env": [one per rank], "output": [one file per rank]}; a line on stdout is {"job", "pids"}, or
 {"job", "rank", "code", "when": time.monotonic()} when a rank has ended.
@@ -16,7 +16,7 @@ import sys
 import time
 
 
-def warm(script):
+def warm(script, *, touched):
     """Import what every rank needs. No thread may be started here: forks would lack it."""
     from rrfp.megatron import cpu
 
@@ -32,7 +32,7 @@ def warm(script):
     import torch.onnx
     import torch.utils.cpp_extension  # noqa: F401
 
-    assert not sys.modules.keys() & {"rrfp.megatron.forward_backward", "rrfp.megatron.baseline", "rrfp.megatron.launcher"}
+    assert touched or not sys.modules.keys() & {"rrfp.megatron.forward_backward", "rrfp.megatron.baseline", "rrfp.megatron.launcher"}
     assert len(os.listdir("/proc/self/task")) == 1
 
 
@@ -95,8 +95,8 @@ def serve():
             print(json.dumps({"job": job["job"], "pids": pids}), flush=True)
 
 
-def main(script):
-    warm(script)
+def main(script, *options):
+    warm(script, touched="--touched" in options)
     parse_quickly()
     spawn_quickly()
     gc.freeze()  # a fork's garbage collections would touch, and so copy, every page
@@ -113,4 +113,4 @@ def main(script):
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

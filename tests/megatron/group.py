@@ -1,17 +1,28 @@
 """Starts a group of real processes once, and has them run jobs of tests/megatron/jobs.py one after another, all ranks in step."""
 
+import atexit
+import functools
 import json
-import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing.connection import Listener
 from pathlib import Path
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "end_to_end"))
+from job import Server  # noqa: E402
+
+
+@functools.cache
+def server() -> Server:
+    """Imports Megatron once; every rank is a fork of it."""
+    started = Server(HERE / "jobs.py", untouched=False)
+    atexit.register(started.close)
+    return started
 
 
 class Group:
@@ -27,31 +38,15 @@ class Group:
         self.ranks = ranks
         self._directory = tempfile.TemporaryDirectory(prefix="rrfp-group-")
         self._folder = Path(self._directory.name)
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "RRFP_REPORT_DIR": str(self._folder),
-            "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), str(HERE)]),
-            "PYTHONFAULTHANDLER": "1",
-        }
-        self._processes, self._pipes = [], []
-        for rank in range(ranks):
-            ours, theirs = multiprocessing.Pipe()
-            self._pipes.append(ours)
-            settings = {"folder": str(self._folder), "pipeline": pipeline or ranks, "layout": layout, "pipe": theirs.fileno()}
-            log = open(self._folder / f"log{rank}.txt", "w")
-            with log:
-                self._processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-W", "ignore::UserWarning", str(HERE / "jobs.py"), json.dumps(settings)],
-                        stdout=log,
-                        stderr=log,
-                        pass_fds=[theirs.fileno()],
-                        env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    )
-                )
-            theirs.close()
+        common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "RRFP_REPORT_DIR": str(self._folder)}
+        settings = {"folder": str(self._folder), "pipeline": pipeline or ranks, "layout": layout, "door": str(self._folder / "door")}
+        with Listener(settings["door"], "AF_UNIX", backlog=ranks) as door:
+            door._listener._socket.settimeout(60)  # accept has no deadline of its own
+            self._job = server().start(
+                "megatron", [json.dumps(settings)], folder=self._folder,
+                variables=[common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)])
+            pipes = [door.accept() for _ in range(ranks)]
+        self._pipes = [pipe for _, pipe in sorted(((pipe.recv(), pipe) for pipe in pipes), key=lambda pair: pair[0])]
 
     def run(self, job: str, *, deadline: float = 100.0, **arguments) -> list:
         for pipe in self._pipes:
@@ -67,19 +62,18 @@ class Group:
         try:
             return pickle.loads(self._pipes[rank].recv_bytes())
         except EOFError:
-            raise AssertionError(f"rank {rank} ended with {self._processes[rank].wait(10)}\n{self._tails()}") from None
+            self._job.wait(deadline=10)
+            raise AssertionError(f"rank {rank} ended with {self._job.codes[rank]}\n{self._tails()}") from None
 
     def _tails(self) -> str:
-        logs = [(self._folder / f"log{rank}.txt").read_text()[-3000:] for rank in range(self.ranks)]
+        logs = [self._job.output(rank)[-3000:] for rank in range(self.ranks)]
         return "\n".join(f"--- rank {rank} ---\n{text}" for rank, text in enumerate(logs))
 
     def kill(self) -> None:
         """End every process, whatever it is doing: for a group whose failure was wanted."""
         for pipe in self._pipes:
             pipe.close()
-        for process in self._processes:
-            process.kill()
-            process.wait(10)
+        self._job.wait(deadline=0)
         self._directory.cleanup()
 
     def __enter__(self):
@@ -89,14 +83,12 @@ class Group:
         for pipe in self._pipes:
             pipe.close()  # the end of the jobs
         try:
-            for rank, process in enumerate(self._processes):
-                try:
-                    code = process.wait(30 if kind is None else 1)
-                except subprocess.TimeoutExpired:
-                    process.send_signal(signal.SIGABRT)  # faulthandler writes every thread's stack into the log
-                    process.wait(10)
-                    assert kind is not None, f"rank {rank} did not end\n{self._tails()}"
-                else:
-                    assert kind is not None or code == 0, f"rank {rank} ended with {code}\n{self._tails()}"
+            if not self._job.ended(deadline=30 if kind is None else 1):
+                for rank in self._job.left():
+                    os.kill(self._job.pids[rank], signal.SIGABRT)  # faulthandler writes every thread's stack into the log
+                left = self._job.left()
+                self._job.wait(deadline=10)
+                assert kind is not None, f"ranks {left} did not end\n{self._tails()}"
+            assert kind is not None or set(self._job.codes.values()) == {0}, f"ranks ended with {self._job.codes}\n{self._tails()}"
         finally:
             self._directory.cleanup()

@@ -1,5 +1,6 @@
 """What the processes of a `Group` run. Each job is a function of keyword arguments; every rank runs it; its value is the rank's result."""
 
+import faulthandler
 import json
 import os
 import pickle
@@ -7,7 +8,7 @@ import random
 import sys
 import time
 import traceback
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client
 from pathlib import Path
 from unittest import mock
 
@@ -604,12 +605,14 @@ def timers_and_sync():
 
 def main():
     settings = json.loads(sys.argv[1])
+    faulthandler.enable()
     folder, rank = Path(settings["folder"]), int(os.environ["RANK"])
+    pipe = Client(settings["door"])
+    pipe.send(rank)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=int(os.environ["WORLD_SIZE"])
     )
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=settings["pipeline"], **settings["layout"])
-    pipe = Connection(settings["pipe"])
     while pipe.poll(600):
         try:
             name, arguments = pickle.loads(pipe.recv_bytes())
