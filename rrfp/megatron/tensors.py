@@ -4,6 +4,7 @@ What is checked on arrival: an activation against the shape and dtype that Megat
 `variable_seq_lengths` any shape), a gradient against the output that it belongs to.
 """
 
+import inspect
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -49,12 +50,14 @@ def from_arrival(arrival: Arrival, *, release: Callable[[Arrival], None], device
         release(arrival)
         return [None for _ in parts]
     pending = len(memories)
+    # Finalizers are global: one that kept the transport alive would keep what it leads to, and so, perhaps, `memory` itself.
+    owner = weakref.WeakMethod(release) if inspect.ismethod(release) else lambda: release
 
     def gone() -> None:
         nonlocal pending
         pending -= 1
-        if pending == 0:
-            release(arrival)
+        if pending == 0 and (give_back := owner()) is not None:
+            give_back(arrival)
 
     for memory in memories:
         # `memory` is the array that every tensor made below keeps alive, directly or as the base of its views.
