@@ -60,11 +60,29 @@ def become(job, rank, descriptors):
     for descriptor in descriptors:
         os.close(descriptor)
     os.environ.update(job["env"][rank])
+    if (name := os.environ.pop("NETNS", None)) is not None:  # another host, as far as the network goes
+        with open(f"/run/netns/{name}") as namespace:
+            os.setns(namespace.fileno(), os.CLONE_NEWNET)
+        say_addresses()
     target = os.open(job["output"][rank], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(target, 1)
     os.dup2(target, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.stdout.reconfigure(line_buffering=True)  # whole lines, among those of stderr
+
+
+def say_addresses():
+    """Every address at which a socket of RRFP listens goes into the output."""
+    import zmq
+
+    bind = zmq.Socket.bind
+
+    def said(self, address):
+        result = bind(self, address)
+        print("listening:", self.last_endpoint.decode(), flush=True)
+        return result
+
+    zmq.Socket.bind = said
 
 
 def serve():

@@ -97,12 +97,13 @@ class Server(job.Server):
         codes: list[int] | None = None,
         world: int | None = None,
         deadline: float = 100.0,
+        places: list[dict[str, str]] | None = None,
         **variables: str,
     ) -> Run:
         """Train with `way` "rrfp" or "1f1b" (both under `python -m rrfp`, with that --pipeline-schedule) or "megatron".
 
         world: how many ranks each believes there are, for what ends before they meet (default: `ranks`).
-        variables: more of the ranks' environment.
+        places: more of each rank's environment. variables: more of all ranks'.
 
         Raises AssertionError with the ranks' outputs if they end otherwise than with `codes` (default: all 0), or not in time.
         """
@@ -110,6 +111,7 @@ class Server(job.Server):
         schedule = {"rrfp": ["--pipeline-schedule", "rrfp"], "1f1b": ["--pipeline-schedule", "1f1b"], "megatron": []}[way]
         argv = [*self._arguments, "--pipeline-model-parallel-size", str(pipeline or ranks), *schedule, *arguments]
         environments = job.environments(world or ranks, RRFP_REPORT_DIR=str(folder), **variables)[:ranks]
+        environments = [environment | place for environment, place in zip(environments, places or [{}] * len(environments), strict=True)]
         started = self.start("megatron" if way == "megatron" else "rrfp", argv, variables=environments, folder=folder)
         started.wait(deadline=deadline)
         run = Run([started.codes[rank] for rank in range(ranks)], [started.output(rank) for rank in range(ranks)])
