@@ -217,11 +217,15 @@ def test_earlier_releases(tree, data, tmp_path, full):
     growing = GROWING_017 if job.release(tree) < (0, 18) else [*GROWING, "--train-iters", "4"]
     try:
         theirs, ours = both(server, tmp_path, *growing, *"--eval-interval 2 --eval-iters 2 --num-workers 2".split(), ranks=2)
+        several = {name: both(server, tmp_path / name, *EIGHT, "--train-iters", "3", *options, ranks=ranks, pipeline=pipeline)
+                   for name, (ranks, pipeline, options) in PARALLELISM.items()}
     finally:
         server.close()
     assert ours.log == theirs.log
     sizes = [value(line, "global batch size") for line in ours.log if line.startswith("iteration")]
     assert sizes == [4, 4, 16, 16] and len(ours.log) >= 6
+    for name, (theirs, ours) in several.items():
+        assert ours.log == theirs.log and len(ours.log) == 3, name
 
 
 def test_the_unmodified_script_under_torchrun(script, whole, data, tmp_path, full):

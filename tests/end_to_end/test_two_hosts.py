@@ -16,7 +16,6 @@ pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 sys.path.insert(0, os.path.dirname(__file__))  # the helpers lie beside the test
-import job  # noqa: E402
 import pretrain_gpt_job  # noqa: E402
 from pretrain_gpt_job import Server  # noqa: E402
 
