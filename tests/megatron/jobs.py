@@ -158,7 +158,7 @@ def gradients_of(*, microbatches, own=True, **settings):
 
 
 @job
-def without_agreement(*, keep, microbatches, seeds, timeout=6.0, **settings):
+def without_agreement(*, keep, microbatches, seeds, timeout=3.0, **settings):
     """What happens when ranks whose actions share collectives do not agree, or only those of the groups in `keep` do.
 
     An error, or the first difference from Megatron; None if nothing went wrong. The group cannot go on after it.
