@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Sets up .venv and runs the tests: bash scripts/test.sh [--all] [any arguments of pytest]
 #   --all   full counts (every seed, size and version) instead of the reduced default
-# Without paths, what only computes (model check, random schedules, simulation, fuzzer) runs beside the rest on what processor
-# time that leaves: jobs of several processes often wait.
+# Without paths, what only computes (model check, random schedules, simulation, fuzzer), and what mostly waits (agreement, reports),
+# runs beside the rest on what processor time that leaves: jobs of several processes often wait.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/env.sh || exit 1
@@ -12,14 +12,14 @@ for argument in "$@"; do
     [[ "$argument" =~ ^--(all|deep|seed=.*)$ ]] || exec python -m pytest "$@"
 done
 
-computing=(tests/model_check tests/random_schedules tests/scheduler tests/simulate tests/comm/test_fuzz.py)
+beside_it=(tests/model_check tests/random_schedules tests/scheduler tests/simulate tests/comm/test_fuzz.py tests/tp_coord tests/report tests/trace tests/compare)
 output=$(mktemp) status=0 beside=
 stop() { [ -z "$beside" ] || kill "$beside" 2>/dev/null || true; rm -f "$output"; }
 trap stop EXIT
-nice -n 10 python -m pytest "$@" -p no:cacheprovider -o timeout=900 "${computing[@]}" >"$output" 2>&1 &
+nice -n 5 python -m pytest "$@" -p no:cacheprovider -o timeout=900 "${beside_it[@]}" >"$output" 2>&1 &
 beside=$!
-python -m pytest "$@" "${computing[@]/#/--ignore=}" || status=$?
-echo "--- beside it: ${computing[*]} ---"
+python -m pytest "$@" "${beside_it[@]/#/--ignore=}" || status=$?
+echo "--- beside it: ${beside_it[*]} ---"
 wait "$beside" || status=$?
 beside=
 cat "$output"

@@ -230,7 +230,8 @@ class Runtime:
     def discard(self) -> None:
         """Close, and let the next call of the schedule connect anew: for what every rank refuses alike before the first action."""
         self.close()
-        _runtimes.pop(tuple(self._global_ranks), None)
+        for key in [key for key, runtime in _runtimes.items() if runtime is self]:
+            del _runtimes[key]
 
 
 def _heartbeat(options: Options) -> float:
