@@ -1,7 +1,8 @@
 """The first failure wins: it is latched once, and everybody asks the latch."""
 
+import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from rrfp.comm.transport import Failure
 from rrfp.errors import PipelineError
@@ -63,3 +64,15 @@ def describe(failure: Failure, name: Callable[[int], str] = "rank {}".format) ->
 def is_hearsay(failure: Failure) -> bool:
     """Whether it happened in another pipeline of the job."""
     return failure.where == ELSEWHERE
+
+
+def came_home(failure: Failure, names: Mapping[int, str]) -> Failure:
+    """News of one's own pipeline that went round through another one, put as its own ranks would have; anything else as it is.
+
+    names: how errors call this pipeline's ranks.
+    """
+    if is_hearsay(failure):
+        for rank, name in names.items():
+            if (told := re.fullmatch(rf"{re.escape(name)} (was lost|failed) \(([^()]*)\): (.*)", failure.text, re.S)) is not None:
+                return Failure(rank, told[2], told[3], failure.traceback, lost=told[1] == "was lost")
+    return failure

@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from rrfp.comm.rendezvous import Fact, compare
 from rrfp.comm.transport import Departure, Failure
 from rrfp.comm.zmq_transport import ZmqTransport
-from rrfp.engine.failure import FailureLatch, describe
+from rrfp.engine.failure import FailureLatch, came_home, describe
 from rrfp.engine.loop import FIRST_CALL, Engine
 from rrfp.engine.watchdog import Watcher
 from rrfp.errors import ConfigurationError, PipelineError
@@ -115,7 +115,7 @@ class Runtime:
         facts = job_facts(options, world_size=torch.distributed.get_world_size(), pipeline_size=len(global_ranks))
         compare(store, "facts", "hello", global_ranks[rank], global_ranks, facts, until=time.monotonic() + OPEN_DEADLINE)
         self.transport.open(self._post, deadline=OPEN_DEADLINE)
-        self.agreement.open(self.engine.wake, self.engine.hear)
+        self.agreement.open(self.engine.wake, self._hear)
         world = torch.distributed.get_world_size()
         self._failure_report = FailureReport(
             run=name_run(job_store), directory=options.trace, world=world, pipeline=global_ranks,
@@ -177,7 +177,8 @@ class Runtime:
         self.engine.post(event)
 
     def _hear(self, failure: Failure) -> None:
-        """From the replicas' thread: another pipeline failed."""
+        """From the replicas' thread, or the domain's: another pipeline failed, or this one, and the news went round."""
+        failure = came_home(failure, {rank: self.name(rank) for rank in range(self.placement.ranks)})
         self.engine.post(failure)
         self.transport.abort(failure)
 

@@ -6,7 +6,7 @@ import pytest
 
 from rrfp.action import Action, Edge
 from rrfp.comm.transport import Failure
-from rrfp.engine.failure import FailureLatch, describe
+from rrfp.engine.failure import ELSEWHERE, FailureLatch, came_home, describe
 from rrfp.engine.loop import Engine
 from rrfp.errors import PipelineError
 from rrfp.placement import Placement
@@ -292,3 +292,14 @@ def test_nothing_can_be_sent_to_a_rank_that_left(virtual):
         cluster.clock.advance(1.0)
     with pytest.raises(PipelineError, match="rank 1 left before the end of call 0: 2 messages of edge 0>1 cannot be delivered"):
         member.engine.end()
+
+
+def test_news_of_the_own_pipeline_that_went_round_reads_as_its_own():
+    names = {0: "stage 0 (rank 0)", 1: "stage 1 (rank 2)"}
+    lost = Failure(1, "heartbeat", "no sign of life for 3 s: stopped, or its machine hangs", "", lost=True)
+    heard = Failure(0, ELSEWHERE, describe(lost, names.__getitem__), "")
+    assert came_home(heard, names) == lost
+    assert describe(came_home(heard, names), names.__getitem__) == describe(lost, names.__getitem__)
+    # Controls: another pipeline's, and what is no hearsay, stay what they are.
+    elsewhere = heard._replace(text="stage 1 (rank 3) failed (1F2): ValueError: x")
+    assert came_home(elsewhere, names) is elsewhere and came_home(lost, names) is lost

@@ -38,7 +38,9 @@ def a_descriptor(leaked: list) -> None:
 
 
 def four_kilobytes(leaked: list) -> None:
-    leaked.append(bytes(bytearray(4096)))
+    # Not from the heap: the processes are forks, and what this one has freed would be used first.
+    leaked.append(mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    leaked[-1][0] = 1
 
 
 def a_thread(leaked: list) -> None:
@@ -48,8 +50,8 @@ def a_thread(leaked: list) -> None:
 
 def of_every_kind(leaked: list) -> None:
     leaked.append(os.memfd_create("leaked"))
-    os.ftruncate(leaked[-1], mmap.PAGESIZE)
-    leaked.append(mmap.mmap(leaked[-1], mmap.PAGESIZE))
+    os.ftruncate(leaked[-1], 4 * mmap.PAGESIZE)
+    leaked.append(mmap.mmap(leaked[-1], 4 * mmap.PAGESIZE))
     leaked.append(os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR))  # without a name, so that nothing is left there
     leaked += [(number,) for number in range(20)]
 

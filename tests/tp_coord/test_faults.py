@@ -148,7 +148,7 @@ def test_members_that_took_another_sequence_are_told(counted):
     group = counted(2)
     group.ask(play, 4, 2, 0.0)
     group.ask(spoil_digest, only=[1])
-    leader, follower = group.ask(play_and_tell, 5, 1)
+    leader, follower = group.ask(play_and_tell, 5, 1, True)
     assert re.fullmatch(
         r"the members of a domain diverge: rank 1 expected decision \d+ of call 2 with digest [0-9a-f]{8}, rank 0 sent decision "
         r"\d+ of call 2, 1[FB]\d+, with digest [0-9a-f]{8}", follower), follower
@@ -215,10 +215,15 @@ def follow(end):
     return "nothing came"
 
 
-def play_and_tell(end, seed, calls):
-    """Plays until it fails; as an engine would, tells the others of what is raised here. Returns the text."""
+def play_and_tell(end, seed, calls, fails=False):
+    """Plays until it fails; as an engine would, tells the others of what is raised here. Returns the text.
+
+    fails: it must; a leader that has said its last decision before a follower's failure comes waits for that.
+    """
     try:
         play(end, seed, calls, 0.0)
+        if fails:
+            return end.until_failure().text
     except members.Failed as failed:
         return failed.args[0].text
     except PipelineError as error:
