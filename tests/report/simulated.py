@@ -32,8 +32,8 @@ def record(directory, costs: Costs, mode="strict:1f1b:1f1b", *, calls=1, lost=No
     came: dict[tuple[Edge, int], float] = {}
     for edge, messages in sent.items():
         free = defaultdict(float)
-        for number, (left, action) in enumerate(messages):
-            lane = number % policy.lanes
+        for left, action in messages:
+            lane = action.microbatch % policy.lanes  # as the transport deals them
             late = costs.delays["F" if action.kind == "F" else "B", edge.destination, action.microbatch] if costs.delays else 0.0
             free[lane] = came[edge, action.microbatch] = max(left + late, free[lane])
     recorders = [Recorder(rank=r, stages=placement.stages_of(r), directory=directory, ranks=placement.ranks, debug=True,
