@@ -68,6 +68,11 @@ class Roll:
         self.last: dict[int, int] = {}
         """The latest call that each neighbour has told of; nothing before its first."""
 
+    @property
+    def kept(self) -> int:
+        """How many calls' facts are kept, of this rank and of its neighbours, for a comparison to come."""
+        return len(self._own) + sum(map(len, self._theirs.values()))
+
     def entered(self, peer: int, call: int) -> bool:
         return peer in self.last and call <= self.last[peer]
 
@@ -75,6 +80,7 @@ class Roll:
         """This rank enters a call. What a neighbour that is in it already means by it, if that is something else."""
         self._own[call] = facts
         found = [self._compare(peer, call) for peer in self._theirs]
+        self._forget()
         return next(filter(None, found), None)
 
     def hear(self, peer: int, call: int, facts: Mapping[str, str]) -> Failure | str | None:
@@ -86,7 +92,14 @@ class Roll:
             return f"call {call} is entered, {self._most} calls before this rank"
         self.last[peer] = call
         waiting[call] = facts
-        return self._compare(peer, call)
+        found = self._compare(peer, call)
+        self._forget()
+        return found
+
+    def _forget(self) -> None:
+        """Own facts are of no more use once every neighbour has been compared with them: after the comparisons, never between."""
+        for old in [old for old in self._own if all(self.entered(other, old) for other in self._theirs)]:
+            del self._own[old]
 
     def _compare(self, peer: int, call: int) -> Failure | None:
         """The Failure is the same at both ends, so that whichever is told first says it all."""
@@ -96,8 +109,6 @@ class Roll:
         (low, ours), (high, theirs) = sorted([(self._rank, self._own[call]), (peer, waiting[call])], key=lambda end: end[0])
         for old in [old for old in waiting if old <= call]:
             del waiting[old]
-        for old in [old for old in self._own if all(self.entered(other, old) for other in self._theirs)]:
-            del self._own[old]
         for name in dict.fromkeys([*ours, *theirs]):
             if ours.get(name) != theirs.get(name):
                 text = (f"ranks {low} and {high} disagree on what call {call} is: {name} {ours.get(name)} on rank {low}, "

@@ -53,7 +53,7 @@ def of_every_kind(leaked: list) -> None:
     os.ftruncate(leaked[-1], 4 * mmap.PAGESIZE)
     leaked.append(mmap.mmap(leaked[-1], 4 * mmap.PAGESIZE))
     leaked.append(os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR))  # without a name, so that nothing is left there
-    leaked += [(number,) for number in range(20)]
+    leaked += [(number,) for number in range(100)]
 
 
 @pytest.mark.parametrize("leak, grows, may_grow", [
