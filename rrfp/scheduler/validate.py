@@ -27,12 +27,30 @@ def check_rows(rows: Sequence[Row], pipeline: Sequence[Dependencies], *, source:
     if len(rows) != len(pipeline):
         raise ConfigurationError(f"{source}: has {len(rows)} rows for {len(pipeline)} ranks; write one row per rank")
     homes = {action: dependencies.rank for dependencies in pipeline for action in dependencies.tasks}
+    _check_placement(rows, {action.stage: rank for action, rank in homes.items()}, source)
     for dependencies, row in zip(pipeline, rows, strict=True):
         _check_row(dependencies, row, homes, source)
     stuck = replay(rows, pipeline).stuck
     if stuck:
         where = ", ".join(f"rank {rank} at position {position} ({action})" for rank, position, action in stuck)
         raise ConfigurationError(f"{source}: deadlocks: {where} wait for each other; reorder these rows")
+
+
+def _check_placement(rows: Sequence[Row], homes: Mapping[int, int], source: str) -> None:
+    """A V is named as such: it is the placement of published lists (ZB-V, DualPipeV), and no row of them could be mended here.
+
+    homes: stage -> rank in this run.
+    """
+    owners = {action.stage: rank for rank, row in enumerate(rows) for action in actions_of(row)}
+    ranks, chunks = len(rows), len(owners) // len(rows)
+    if [owners[stage] for stage in sorted(owners)] != list(Placement.v(ranks, chunks).owners):
+        return
+    if strange := [stage for stage in sorted(owners) if owners[stage] != homes.get(stage)]:
+        stage = strange[0]
+        here = f"this run has it on rank {homes[stage]}" if stage in homes else f"this run has {len(homes)} stages"
+        raise ConfigurationError(
+            f"{source}: is a list with a V placement (as of ZB-V, DualPipeV): stage {stage} on rank {owners[stage]}, {here};"
+            " use a list for this run's placement, for example --rrfp-hint 1f1b, or a rule, for example --rrfp-hint announced")
 
 
 def _check_row(dependencies: Dependencies, row: Row, homes: Mapping[Action, int], source: str) -> None:
