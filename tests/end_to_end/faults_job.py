@@ -54,11 +54,15 @@ def marked(fault: dict, folder: Path) -> dict:
 
 
 def run(server: job.Server, folder: Path, arguments: list[str], *, fault: dict | None = None, port: int | None = None, ranks: int = RANKS,
-        way: str = "rrfp", deadline: float = 100.0, **variables: str) -> list[Ended]:
-    """Run the job to its end, and see that nothing is left of it. A rank that stopped itself is killed after all others have ended."""
+        pipeline: int | None = None, way: str = "rrfp", deadline: float = 100.0, **variables: str) -> list[Ended]:
+    """Run the job to its end, and see that nothing is left of it. A rank that stopped itself is killed after all others have ended.
+
+    pipeline: its size (default: `ranks`).
+    """
     fault = marked(fault or {}, folder)
     environments = job.environments(ranks, port=port, RRFP_REPORT_DIR=str(folder), RRFP_TEST_FAULT=json.dumps(fault), **variables)
-    started = server.start(way, [*arguments, "--pipeline-model-parallel-size", str(ranks)], variables=environments, folder=folder)
+    size = ["--pipeline-model-parallel-size", str(pipeline or ranks)]
+    started = server.start(way, [*arguments, *size], variables=environments, folder=folder)
     started.wait(deadline=deadline, stopped=fault["rank"] if fault.get("what") == "stop" else None)
     zero = float(Path(fault["mark"]).read_text()) if fault and Path(fault["mark"]).exists() else started.start
     ended = [Ended(rank, started.pids[rank], started.codes[rank], started.ends[rank] - zero, started.output(rank), report(folder, rank))

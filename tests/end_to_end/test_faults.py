@@ -93,6 +93,29 @@ def test_a_fault(grid, table, full, cell):
     table.add(cell.what, cell.place, [end.seconds for end in others(ended, cell.rank)])
 
 
+# ------------------------------------------------------------------------------------------------- tensor parallelism
+@pytest.mark.parametrize("what, rank", [("kill", 3), ("kill", 0), ("raise", 1), ("raise", 2)])
+def test_a_fault_under_tensor_parallelism(server, data, table, tmp_path, full, what, rank):
+    """PP2 x TP2, steady state. A stage's ranks are a domain, ranks of one parity a pipeline; who sees it first tells all."""
+    if not full and (what, rank) != ("kill", 3):
+        pytest.skip("only with --all: the first of each, and the other end of the pipeline")
+    struck = fault(rank, what, "forward", microbatch=5)
+    ended = run(server, tmp_path, [*data, "--tensor-model-parallel-size", "2"], fault=struck, pipeline=2)
+    stage, lost = rank // 2, ended[rank]
+    who = rf"(in another pipeline, )?stage {stage} \(rank {rank}\)"
+    seen = rf"( \(0>1, 1>0\): rank {stage}| \(agreement\): rank {rank}|: it) \(process {lost.pid}\)"
+    verdict = {"kill": rf"{who} was lost{seen} ended without saying goodbye",
+               "raise": rf"{who} failed \({stage}F5\): ValueError: a fault on purpose"}[what]
+    assert lost.code == {"kill": -signal.SIGKILL, "raise": 1}[what] and not lost.said
+    for end in others(ended, rank):
+        assert end.code == 1 and end.seconds < 30
+        line = re.fullmatch(rf"\[rrfp\] stage {end.rank // 2} \(rank {end.rank}\): {verdict}", end.said[0])
+        assert line, end.said
+        assert bool(line[1]) == (end.rank % 2 != rank % 2), "whether it is its own pipeline's"
+        assert end.said[0] in end.report
+    table.add(what, "PP2 x TP2", [end.seconds for end in others(ended, rank)])
+
+
 # ------------------------------------------------------------------------------------------------- places outside the schedule
 @pytest.mark.parametrize("where, rank", [("optimizer", 3), ("save", 0), ("data", 1)])
 def test_a_rank_killed_elsewhere(server, data, table, tmp_path, where, rank):
