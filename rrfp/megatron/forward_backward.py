@@ -161,12 +161,17 @@ def _scheduler(
 
 
 def _activation(config, groups, *, seq_length: int, micro_batch_size: int, decoder_seq_length: int | None) -> Expected:
-    """What Megatron would receive an activation as (`schedules.get_tensor_shapes`, `config.pipeline_dtype`)."""
+    """What Megatron would receive an activation as (`schedules.get_tensor_shapes`, `config.pipeline_dtype`).
+
+    With multi-token prediction on a stage of its own, whose output has the predicted tokens behind the sequence, Megatron's schedule asks
+    for every shape, as with variable lengths (`P2PCommunicator._communicate`).
+    """
     (shape,) = schedules.get_tensor_shapes(
         seq_length=seq_length, micro_batch_size=micro_batch_size, decoder_seq_length=decoder_seq_length, config=config, tp_group=groups.tp,
         cp_group=groups.cp)
     dtype = config.pipeline_dtype
-    return Expected(None if dtype is None else str(dtype).removeprefix("torch."), shape or None, "from this rank's configuration")
+    shape = None if getattr(config, "mtp_standalone", False) else shape or None
+    return Expected(None if dtype is None else str(dtype).removeprefix("torch."), shape, "from this rank's configuration")
 
 
 def _say_limits(runtime: Runtime, policy: Policy, microbatches: int) -> None:

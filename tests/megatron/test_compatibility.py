@@ -216,3 +216,14 @@ def test_interleaving_asks_what_megatrons_does():
     module.config = SimpleNamespace(overlap_p2p_comm=True, batch_p2p_comm=True)
     with pytest.raises(ValueError, match="Can not use both overlap_p2p_comm and batch_p2p_comm"):
         call(interleaved, model=[module, module], data_iterator=[None, None])
+
+
+@pytest.mark.parametrize("settings, shape", [
+    ({}, (8, 2, 32)), ({"sequence_parallel": True}, (4, 2, 32)), ({"variable_seq_lengths": True}, None), ({"mtp_standalone": True}, None)])
+def test_a_shape_is_expected_where_megatron_does_not_ask_for_it(settings, shape):
+    """It asks with variable lengths, and if several tokens are predicted on a stage of their own (`P2PCommunicator._communicate`)."""
+    config = SimpleNamespace(**{"sequence_parallel": False, "variable_seq_lengths": False, "mtp_standalone": False, "hidden_size": 32,
+                                "pipeline_dtype": torch.bfloat16} | settings)
+    groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: 2), cp=SimpleNamespace(size=lambda: 2))
+    expected = forward_backward._activation(config, groups, seq_length=16, micro_batch_size=2, decoder_seq_length=None)
+    assert (expected.dtype, expected.shape) == ("bfloat16", shape)
