@@ -204,6 +204,41 @@ def test_every_kind_of_parallelism_trains_saves_and_resumes(server, tmp_path, la
     assert job.different(tmp_path / "megatron/saved/iter_0000004", tmp_path / "resumed/saved/iter_0000004") == []
 
 
+LAYOUT, CHUNKS = "--pipeline-model-parallel-layout", ["--num-virtual-stages-per-pipeline-rank", "2", *NO_DROPOUT]
+BOTH_COUNT = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split".split()
+# Ranks, options, and 1F1B's activations in flight, from which the number of chunks shows.
+SPLITS = {
+    "layout-uneven": (2, [LAYOUT, "Ettt|tL"], "2 1"),
+    "layout-embedding-and-loss-alone": (4, [LAYOUT, "E|tt|tt|L"], "4 3 2 1"),
+    "layout-two-chunks": (2, [LAYOUT, "E|ttt|t|L", *NO_DROPOUT], "5 3"),
+    "layout-an-empty-chunk": (2, [LAYOUT, "Ett||t|tL", *NO_DROPOUT], "5 3"),
+    # Behind the stage that predicts several tokens, messages are longer: Megatron asks for their shape.
+    "layout-several-tokens-alone": (4, ["--mtp-num-layers", "1", LAYOUT, "Ett|tt|m|L"], "4 3 2 1"),
+    "virtual-stages": (2, CHUNKS, "5 3"),
+    "virtual-stages-first-smaller": (2, [*CHUNKS, *"--num-layers 6 --decoder-first-pipeline-num-layers 2".split()], "5 3"),
+    "virtual-stages-embedding-and-loss-count": (2, [*CHUNKS, "--num-layers", "6", *BOTH_COUNT], "5 3"),
+    "first-smaller": (2, ["--decoder-first-pipeline-num-layers", "1"], "2 1"),
+    "last-smaller": (2, ["--decoder-last-pipeline-num-layers", "1"], "2 1"),
+    "embedding-counts": (2, ["--num-layers", "5", "--account-for-embedding-in-pipeline-split"], "2 1"),
+    "embedding-and-loss-count": (2, BOTH_COUNT, "2 1"),
+}
+
+
+def both_split(server, folder, split):
+    """Trains with the layers on the stages as `split` says; the logs are equal."""
+    ranks, options, in_flight = SPLITS[split]
+    theirs, ours = both(server, folder, *EIGHT, "--train-iters", "3", *options, ranks=ranks)
+    assert f"with 8 microbatches: {in_flight} (Megatron's 1F1B: {in_flight})" in ours.text
+    assert ours.log == theirs.log and len({value(line, "grad norm") for line in ours.log}) == 3, split
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_layers_are_split_over_the_stages_in_every_way_that_megatron_has(server, tmp_path, split, full):
+    if not full and split != "layout-two-chunks":
+        pytest.skip("only with --all: reduced runs the one with most in it")
+    both_split(server, tmp_path, split)
+
+
 NO_TREE = pytest.param(
     None, marks=pytest.mark.skip(reason="MEGATRON_LM=DIR names no more Megatron-LM checkouts"), id="no-checkout"
 )
@@ -226,6 +261,19 @@ def test_earlier_releases(tree, data, tmp_path, full):
     assert sizes == [4, 4, 16, 16] and len(ours.log) >= 6
     for name, (theirs, ours) in several.items():
         assert ours.log == theirs.log and len(ours.log) == 3, name
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("tree", [pytest.param(tree, id=tree.name) for tree in job.trees()[1:]] or [NO_TREE])
+def test_earlier_releases_split_layers_likewise(tree, data, tmp_path, full):
+    if not full:
+        pytest.skip("only with --all")
+    server = Server(job.ready_tree(tree, tmp_path) / "pretrain_gpt.py", data)
+    try:
+        for split in SPLITS:
+            both_split(server, tmp_path / split, split)
+    finally:
+        server.close()
 
 
 def test_the_unmodified_script_under_torchrun(script, whole, data, tmp_path, full):
