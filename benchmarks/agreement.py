@@ -1,13 +1,13 @@
 """What a decision costs: from the moment when nothing but the agreement is missing to the moment when the last member has the
 action.
 
-    python benchmarks/agreement.py [--decisions 300] [--members 2 4] [--kinds shared-memory messages broadcast all-gather]
-                                   [--gap 0.005] [--skew 0.0002] [--spin 0.00005]
+    python benchmarks/agreement.py [--decisions 300] [--members 2 4 8] [--kinds shared-memory messages broadcast all-gather]
+                                   [--gap 0.005] [--skew 0.0002] [--spin 0.0002]
 
 Every member runs in a process of its own and waits as the engine does, in its inbox. Between decisions all sleep `--gap`
 seconds, an action, and up to `--skew` seconds more at random. In *ready* the messages are there before, and the clock starts
-when the last member has ended its action. In *arrival* every decision waits for a message, and the clock starts when it has
-reached the last member. Microseconds, median and 99th percentile; beside them Solo, a rank that agrees with itself, in the same
+when the last member has ended its action. In *ahead* they are too, and members decide before that action what comes after it. In *arrival* every
+decision waits for a message, and the clock starts when it has reached the last member. Microseconds, median and 99th percentile; beside them Solo, a rank that agrees with itself, in the same
 loop. Kinds take turns in short rounds, so that other work on the machine disturbs all alike.
 """
 
@@ -22,7 +22,7 @@ from collections import deque
 from pathlib import Path
 
 from rrfp.action import Action, Edge
-from rrfp.comm.mailbox import Mailbox
+from rrfp.engine.inbox import Inbox
 from rrfp.comm.rendezvous import FileStore
 from rrfp.tp_coord.agreement import Solo
 from rrfp.tp_coord.domain import Domain
@@ -31,14 +31,16 @@ from rrfp.tp_coord.opening import COLLECTIVE, open_agreement
 EDGE = Edge(0, 1)
 WAIT = 30.0
 ROUNDS = 10
-CASES = ("ready", "arrival")
+CASES = ("ahead", "ready", "arrival")
 
 
 class Member:
     """One rank: its end, and the inbox that it waits in."""
 
     def __init__(self, agreement):
-        self._agreement, self._inbox, self._call = agreement, Mailbox(), -1
+        self._agreement, self._inbox, self._call = agreement, Inbox(), -1
+        if agreement.bell is not None:
+            self._inbox.listen(agreement.bell)
         agreement.open(lambda: self._inbox.put(None), self._inbox.put)
 
     def decide(self, case: str, decisions: int, gap: float, skew: float) -> list[tuple[float, float]]:
@@ -46,17 +48,21 @@ class Member:
         self._call += 1
         self._agreement.begin(self._call)
         times, ready = [], deque()
-        if case == "ready":
+        if case != "arrival":
             for microbatch in range(decisions):
                 self._agreement.arrived(EDGE, microbatch)
         for microbatch in range(decisions):
+            decided = None
+            if case == "ahead":
+                ready += [Action("F", 1, arrived) for _, arrived in self._agreement.common()]
+                decided = self._agreement.decide(ready[0] if ready and self._agreement.leads else None)
             time.sleep(gap + skew * random.random())
             here = time.monotonic()
             if case == "arrival":
                 self._agreement.arrived(EDGE, microbatch)
-            while True:
+            while decided is None:
                 ready += [Action("F", 1, arrived) for _, arrived in self._agreement.common()]
-                if self._agreement.decide(ready[0] if ready else None) is not None:
+                if (decided := self._agreement.decide(ready[0] if ready else None)) is not None:
                     break
                 if (failure := self._inbox.get(timeout=WAIT)) is not None:
                     raise RuntimeError(failure)
@@ -146,7 +152,8 @@ def measure(kinds: list[str], members: list[int], decisions: int, *, gap: float 
 
 
 def table(found: dict[tuple[str, int, str], list[float]]) -> str:
-    lines = ["| agreement | members | ready: median us | p99 | x Solo | arrival: median us | p99 | x Solo |", "|" + " --- |" * 8]
+    lines = ["| agreement | members |" + "".join(f" {case}: median us | p99 | x Solo |" for case in CASES),
+             "|" + " --- |" * (2 + 3 * len(CASES))]
     for kind, members in dict.fromkeys(key[:2] for key in found):
         cells = []
         for case in CASES:
@@ -160,11 +167,11 @@ def table(found: dict[tuple[str, int, str], list[float]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--decisions", type=int, default=300, help="per kind and number of members")
-    parser.add_argument("--members", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--members", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--kinds", nargs="+", default=["shared-memory", "messages", "broadcast", "all-gather"])
     parser.add_argument("--gap", type=float, default=0.005, help="seconds between decisions")
     parser.add_argument("--skew", type=float, default=0.0002, help="seconds by which members are out of step")
-    parser.add_argument("--spin", type=float, default=5e-5, help="shared memory: seconds of looking again before sleeping")
+    parser.add_argument("--spin", type=float, default=2e-4, help="shared memory: seconds of looking again before sleeping")
     options = parser.parse_args()
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     found = measure(options.kinds, options.members, options.decisions, gap=options.gap, skew=options.skew, spin_s=options.spin)

@@ -321,6 +321,7 @@ def _work(rank: int, make: Callable, pipes, barrier, call_timeout: float) -> Non
             end = time.monotonic()
             barrier.wait(call_timeout + lasts)
             pipe.send((start, end, stage.work.overruns - overruns, *row))
+            del go  # it holds the stage
         stage.close()
         del stage
         gc.collect()

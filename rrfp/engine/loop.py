@@ -14,10 +14,10 @@ from queue import Empty
 from typing import NamedTuple
 
 from rrfp.action import Action, Edge
-from rrfp.comm.mailbox import Mailbox
 from rrfp.comm.transport import Announcement, Arrival, Departure, Failure, Left, Transport
 from rrfp.engine.executor import Executor, Outputs
 from rrfp.engine.failure import FailureLatch
+from rrfp.engine.inbox import Inbox
 from rrfp.engine.view import text_of
 from rrfp.errors import PipelineError
 from rrfp.scheduler.arbiter import MOST_UNSENT, WAIT, Decision, Scheduler
@@ -58,6 +58,9 @@ class Engine:
         agreement: this member's end of its domain's agreement; whoever opens it gives it `wake` and `hear`.
         recorder: a trace recorder.
         clock: seconds; `time.monotonic` unless time is virtual.
+        decide_ahead: a leader decides what its domain runs next before it runs an action, if something else can run then. Nobody
+            waits for that decision; but what the action makes ready, and what arrives meanwhile, is not looked at. With a list in
+            fixed order nothing is lost by that, so there it is always done.
         timeout: seconds without progress inside a call after which the call fails (three times that in the first call).
         latch: the process' failure latch.
     """
@@ -71,6 +74,7 @@ class Engine:
         agreement: Agreement,
         recorder,
         timeout: float,
+        decide_ahead: bool = False,
         latch: FailureLatch | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -90,8 +94,11 @@ class Engine:
         """Whether a call has begun and not ended, though it may have failed; whether it failed because nothing moved."""
         self._owner = owner
         self._agreement = agreement
+        self._decide_ahead = decide_ahead
         self._clock = clock
-        self._inbox = Mailbox()
+        self._inbox = Inbox()
+        if agreement.bell is not None:
+            self._inbox.listen(agreement.bell)
         self._departed: set[int] = set()
         self._warm: set[bool] = set()
         """Whether a training call, and a call of forwards only, has ended yet."""
@@ -151,6 +158,7 @@ class Engine:
         self._agreed: Action | None = None
         self._waits: list[tuple[str | None, float]] = []
         self._forward_only, self._microbatches = forward_only, microbatches
+        self._ahead = self._agreement.size > 1 and (self._decide_ahead or scheduler.hint.strict)
         if forward_only:
             scheduler.bound_unsent(MOST_UNSENT)
         self.patience = self.timeout * (1 if forward_only in self._warm else FIRST_CALL)
@@ -275,8 +283,16 @@ class Engine:
         self.running = self._launched[0].action
         self.last_progress = now
         self.recorder.start_action(action)
+        if self._ahead:
+            self._look_ahead(now)
         clock, inbox = self._clock, self._inbox
         self._executor.launch(task, inputs, lambda outputs: inbox.put(Completion(action, outputs, clock())))
+
+    def _look_ahead(self, now: float) -> None:
+        """The domain's next action, as far as it can be known before the one that was just launched runs."""
+        choice = self.scheduler.choose(now).action if self._agreement.leads else None
+        if choice is not None or not self._agreement.leads:
+            self._agreed = self._agreement.decide(choice)
 
     # ------------------------------------------------------------------ waiting
     def _until(self, decision: Decision) -> float:
@@ -300,7 +316,7 @@ class Engine:
 
     def _wait(self, wake_at: float) -> None:
         try:
-            event = self._inbox.get(timeout=max(0.0, wake_at - self._clock()))
+            event = self._inbox.get(timeout=max(0.0, wake_at - self._clock()))  # None: the agreement has news
         except Empty:
             event = None
         if (now := self._clock()) > wake_at + STOPPED:

@@ -29,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument("--rrfp-agreement", default="auto", choices=list(KINDS),
                        help="how ranks whose actions share collectives (tensor, context, expert parallelism) agree on the next one. auto: "
                        "shared-memory inside a host, messages across hosts.")
+    group.add_argument("--rrfp-decide-ahead", action="store_true",
+                       help="agree on the next action before the running one: no decision takes time, but what becomes ready meanwhile is not "
+                       "looked at. Pays only where actions are shorter than a millisecond.")
     group.add_argument("--rrfp-interface", default=None, metavar="NAME",
                        help="network interface or address for messages between hosts. Default: the one that faces the master.")
     group.add_argument("--rrfp-timeout", type=float, default=None, metavar="SECONDS",
@@ -51,6 +54,6 @@ def options_from(args: argparse.Namespace) -> Options:
         timeout = 60.0 * getattr(args, "distributed_timeout_minutes", 10)
     return Options(
         schedule=args.pipeline_schedule, hint=args.rrfp_hint, mode=args.rrfp_mode, limit=args.rrfp_limit, order=args.rrfp_order,
-        lanes=args.rrfp_lanes, agreement=args.rrfp_agreement, interface=args.rrfp_interface, timeout=timeout, trace=args.rrfp_trace, emulate=args.rrfp_emulate,
-        inject=args.rrfp_inject, nvtx=bool(getattr(args, "profile", False)),
+        lanes=args.rrfp_lanes, agreement=args.rrfp_agreement, decide_ahead=args.rrfp_decide_ahead, interface=args.rrfp_interface, timeout=timeout,
+        trace=args.rrfp_trace, emulate=args.rrfp_emulate, inject=args.rrfp_inject, nvtx=bool(getattr(args, "profile", False)),
     )

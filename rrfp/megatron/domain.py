@@ -70,7 +70,8 @@ class NamedAgreement:
     def __init__(self, agreement: Agreement, *, rank: int, name: Callable[[int], str], member: Callable[[int], str]):
         self._agreement, self._rank, self._name, self._member = agreement, rank, name, member
         self.begin, self.arrived, self.common, self.decide = agreement.begin, agreement.arrived, agreement.common, agreement.decide
-        self.state, self.close = agreement.state, agreement.close
+        self.state, self.close, self.bell = agreement.state, agreement.close, agreement.bell
+        self.size, self.leads = agreement.size, agreement.leads
 
     def open(self, wake: Callable[[], None], fail: Callable[[Failure], None]) -> None:
         """As `Agreement.open`."""

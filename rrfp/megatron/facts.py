@@ -10,7 +10,7 @@ from typing import Any
 from rrfp.comm.rendezvous import Fact
 from rrfp.megatron.options import Options
 
-_FLAGS = ("hint", "mode", "limit", "order", "lanes", "agreement", "timeout", "emulate", "inject")
+_FLAGS = ("hint", "mode", "limit", "order", "lanes", "agreement", "decide_ahead", "timeout", "emulate", "inject")
 
 
 def job_facts(options: Options, *, world_size: int, pipeline_size: int) -> dict[str, Fact]:
@@ -24,7 +24,8 @@ def job_facts(options: Options, *, world_size: int, pipeline_size: int) -> dict[
     versions = {"rrfp": rrfp.__version__, "torch": torch.__version__, "megatron-core": megatron.core.__version__, "Python": python}
     facts = {name: Fact(version.partition("+")[0], f"install one {name} on all hosts") for name, version in versions.items()}
     for name in _FLAGS:
-        facts[f"--rrfp-{name}"] = _option(f"--rrfp-{name}", getattr(options, name))
+        flag = f"--rrfp-{name.replace('_', '-')}"
+        facts[flag] = _option(flag, getattr(options, name))
     facts["the number of ranks in the job"] = Fact(world_size, "start all ranks with the same WORLD_SIZE")
     facts["--pipeline-model-parallel-size"] = _option("--pipeline-model-parallel-size", pipeline_size)
     return facts

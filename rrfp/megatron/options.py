@@ -19,6 +19,7 @@ class Options:
     schedule: `1f1b` leaves Megatron's schedule in place; `rrfp` replaces it.
     hint, mode, limit, order, lanes: see `rrfp.policy.Policy`.
     agreement: how ranks whose actions share collectives agree: one of `rrfp.tp_coord.opening.KINDS`.
+    decide_ahead: they agree on the next action before the running one; see docs/agreement.md.
     interface: network interface or address for messages between hosts; None: the one that faces the master.
     timeout: seconds without progress inside a call (three times that in the first); None: 600 (the command line takes
         Megatron's distributed timeout).
@@ -38,6 +39,7 @@ class Options:
     order: str = "microbatch"
     lanes: int = 1
     agreement: str = "auto"
+    decide_ahead: bool = False
     interface: str | None = None
     timeout: float | None = None
     trace: str | None = None

@@ -108,6 +108,7 @@ class Runtime:
             agreement=self.agreement,
             recorder=self.recorder,
             timeout=options.timeout or 600.0,
+            decide_ahead=options.decide_ahead,
             latch=FailureLatch(name=self.name),
         )
         _many_descriptors()

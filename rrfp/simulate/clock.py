@@ -49,6 +49,8 @@ def drive(
     lanes: int = 1,
     announce: bool = True,
     announce_delay: float = 0.0,
+    decision: float = 0.0,
+    decide_ahead: bool = False,
 ) -> Result:
     """Run the schedulers of all ranks to the end.
 
@@ -59,6 +61,9 @@ def drive(
         lanes: FIFO lanes per edge, dealt by microbatch as the transport does; a message never overtakes another of its own lane.
         announce: whether stages announce what they start (no hint but `announced` listens).
         announce_delay: how long an announcement takes.
+        decision: what every decision of a domain costs before its action starts.
+        decide_ahead: a rank decides what comes next when it starts an action, if something else can run then: that costs nothing,
+            but what the running action makes ready, and what arrives meanwhile, is not looked at. As `Engine`'s.
 
     Raises:
         Deadlock: if nothing can move any more.
@@ -74,6 +79,7 @@ def drive(
     busy = [False] * len(schedulers)
     timer: list[float | None] = [None] * len(schedulers)
     lane_free: dict[tuple[Edge, int], float] = {}
+    decided: list[Action | None] = [None] * len(schedulers)
     spans: dict[Action, Span] = {}
     rows: list[list[Action]] = [[] for _ in schedulers]
 
@@ -93,6 +99,8 @@ def drive(
     def start(rank: int, action: Action, now: float) -> None:
         scheduler, busy[rank] = schedulers[rank], True
         scheduler.launched(action, now)
+        if decide_ahead:
+            decided[rank] = scheduler.choose(now).action
         rows[rank].append(action)
         end = now + duration(action)
         spans[action] = Span(now, end)
@@ -109,8 +117,10 @@ def drive(
 
     def ask(rank: int, now: float) -> None:
         action, wake_at = schedulers[rank].choose(now)
-        if action is not None:
-            start(rank, action, now)
+        if decided[rank] is not None:
+            start(rank, decided[rank], now)
+        elif action is not None:
+            start(rank, action, now + decision)
         elif wake_at is not None and wake_at != timer[rank]:
             timer[rank] = wake_at
             push(events, (wake_at, next(serial), rank, None, ()))
@@ -156,6 +166,8 @@ def simulate(
     lanes: int | None = None,
     announce_delay: float = 0.0,
     forward_only: bool = False,
+    decision: float = 0.0,
+    decide_ahead: bool = False,
 ) -> Result:
     """One call of a chain under a policy.
 
@@ -164,6 +176,7 @@ def simulate(
         durations: by (kind, stage, microbatch), as `rrfp.simulate.scenarios.draw` gives them.
         delays: by (kind, stage, microbatch) of the action that the message makes ready, kind F or B; B serves I too.
         lanes: default: the policy's.
+        decision, decide_ahead: as `drive`'s.
     """
     def delay(edge: Edge, action: Action) -> float:
         return delays["F" if action.kind == "F" else "B", edge.destination, action.microbatch]
@@ -172,4 +185,5 @@ def simulate(
         schedulers = [policy.scheduler(placement, r, microbatches, forward_only=forward_only) for r in range(placement.ranks)]
         # An action is the key (kind, stage, microbatch).
         return drive(schedulers, durations.__getitem__, delay if delays else None, lanes=lanes or policy.lanes,
-                     announce=policy.announces, announce_delay=announce_delay)
+                     announce=policy.announces, announce_delay=announce_delay,
+                     decision=decision, decide_ahead=decide_ahead)

@@ -19,6 +19,14 @@ KINDS = ("auto", "shared-memory", "messages", *COLLECTIVE)
 class Agreement(Protocol):
     """One member's end. No method blocks, `close` for about a second at most."""
 
+    size: int
+    """Members, this one included."""
+    leads: bool
+    """Whether the others follow this one."""
+    bell: int | None
+    """A pipe that has something when there is news that `wake` does not tell of; whoever waits for news empties it. It stays open
+    until `close`. None: `wake` tells of all."""
+
     def open(self, wake: Callable[[], None], fail: Callable[[Failure], None]) -> None:
         """From now on `wake` is called, from any thread, when there is news, and `fail` when a member failed or was lost."""
 
@@ -55,6 +63,8 @@ class Agreement(Protocol):
 
 class Solo:
     """A domain of one: every arrival counts at once and every choice is agreed."""
+
+    size, leads, bell = 1, True, None
 
     def __init__(self):
         self._new: list[tuple[Edge, int]] = []

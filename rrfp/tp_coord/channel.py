@@ -1,7 +1,7 @@
 """What every channel between members does: one thread that listens, signs of life, the first failure, goodbyes.
 
 Who owns what. The engine's thread publishes and looks; the channel's thread (`rrfp.comm.loop.Loop`) blocks in a poll until a
-member writes, ends, or a heartbeat is due, and then wakes the engine. `_lock` guards the latch and what is known of members;
+member writes, ends, or a heartbeat is due, and then tells the engine. `_lock` guards the latch and what is known of members;
 nothing foreign is called under it, and nothing that blocks. On an error in the thread the failure is latched, told to every
 member, and handed to `fail`.
 """
@@ -95,6 +95,9 @@ class ListeningChannel:
         """Let go of everything. The thread has ended."""
 
     # ------------------------------------------------------------------ the engine's thread
+    bell: int | None = None
+    """See `rrfp.tp_coord.agreement.Agreement`."""
+
     def open(self, wake: Callable[[], None], fail: Callable[[Failure], None]) -> None:
         with self._lock:
             self._wake, self._fail_out = wake, fail

@@ -22,6 +22,9 @@ class Channel(Protocol):
     """How members reach each other. Nothing in it blocks but `close`, which takes a second at most if a member does not
     answer."""
 
+    bell: int | None
+    """As `rrfp.tp_coord.agreement.Agreement`'s."""
+
     def open(self, wake: Callable[[], None], fail: Callable[[Failure], None]) -> None:
         """From now on news and failures are told. Called from any thread."""
 
@@ -73,8 +76,16 @@ class Member:
         """Of the last decision that was published (leader) or given out (follower)."""
 
     @property
+    def size(self) -> int:
+        return len(self._domain.members)
+
+    @property
     def leads(self) -> bool:
         return self._rank == self._domain.leader
+
+    @property
+    def bell(self) -> int | None:
+        return self._channel.bell
 
     def open(self, wake: Callable[[], None], fail: Callable[[Failure], None]) -> None:
         self._check_process()
@@ -127,7 +138,7 @@ class Member:
             return False
         until = time.monotonic() + self._spin_s
         while not found():
-            time.sleep(0)  # threads of this process, and other processes, go first
+            os.sched_yield()  # other processes go first, and threads of this one
             if time.monotonic() > until:
                 self._spun = True
                 return False

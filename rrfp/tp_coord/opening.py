@@ -16,7 +16,7 @@ from rrfp.tp_coord.domain import Domain
 from rrfp.tp_coord.member import Member
 from rrfp.tp_coord.messages import MessageChannel
 from rrfp.tp_coord.receipts import Receipts
-from rrfp.tp_coord.shared_memory import Bell, Page, SharedMemoryChannel
+from rrfp.tp_coord.shared_memory import Bell, Doors, Page, SharedMemoryChannel
 
 
 def open_agreement(
@@ -31,7 +31,7 @@ def open_agreement(
     deadline: float,
     heartbeat_s: float = 2.0,
     silence_s: float = 60.0,
-    spin_s: float = 5e-5,
+    spin_s: float = 2e-4,
     interface: str | None = None,
     namespace: str = "rrfp-agreement",
     host: str | None = None,
@@ -89,22 +89,23 @@ class _Opening:
         self.leads, self.spin_s = rank == domain.leader, spin_s
         self.keys = Keys()
         self.page: Page | None = None
-        self.listen = self.door = -1
-        self.ring: dict[int, int] = {}
+        self.bells: dict[str, Bell] = {}
+        self.doors: dict[int, Doors] = {}
         self.connections: Connections | None = None
         self.peers: dict[int, Peer] = {}
 
     def run(self) -> Member:
         members = self.domain.members
         if self.kind != "messages":
-            self.listen, self.door = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            for name in ("news", "alarm"):
+                self.bells[name] = Bell.make()
             if self.leads:
                 self.page = Page.create(len(members), len(self.receipts.lanes))
         records = self._exchange("who", {
             "host": self.host, "pid": os.getpid(), "started": rendezvous.started_at(os.getpid()),
             "key": self.keys.public.decode(), "kind": self.kind, "members": members,
             "lanes": [[str(edge), lane] for edge, lane in self.receipts.lanes],
-            "bell": self.door, "page": [self.page.fd, self.page.nonce.hex()] if self.page is not None else None,
+            "bells": {name: bell.door for name, bell in self.bells.items()}, "page": [self.page.fd, self.page.nonce.hex()] if self.page is not None else None,
         })  # fmt: skip
         for rank, theirs in records.items():
             _check_match(self.rank, records[self.rank], rank, theirs)
@@ -112,7 +113,7 @@ class _Opening:
                 here = theirs["host"] == self.host
                 peer = self.peers[rank] = Peer(rank, theirs["pid"] if here else 0, theirs["started"])
                 peer.watch()
-        if self.listen >= 0 and self._share(records):
+        if self.bells and self._share(records):
             channel = self._speak_by_memory()
         else:
             channel = self._speak_by_messages(records)
@@ -161,8 +162,7 @@ class _Opening:
             for rank, peer in self.peers.items():
                 if not peer.pid:
                     return f"rank {rank} is on another host"
-                bell = Bell(peer.pid, records[rank]["bell"])
-                self.ring[rank] = os.open(f"/proc/{bell.pid}/fd/{bell.fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                self.doors[rank] = Doors.open(peer.pid, **records[rank]["bells"])
             if self.page is None:
                 fd, nonce = leader["page"]
                 self.page = Page.open(leader["pid"], fd, bytes.fromhex(nonce), len(self.domain.members), len(self.receipts.lanes))
@@ -171,8 +171,8 @@ class _Opening:
         return None
 
     def _speak_by_memory(self) -> SharedMemoryChannel:
-        return SharedMemoryChannel(self.domain, self.rank, self.peers.values(), page=self.page, bell=(self.listen, self.door),
-                                   ring=self.ring, **self.life)
+        return SharedMemoryChannel(
+            self.domain, self.rank, self.peers.values(), page=self.page, doors=self.doors, **self.bells, **self.life)
 
     # ------------------------------------------------------------------ messages
     def _speak_by_messages(self, records: dict[int, dict]) -> MessageChannel:
@@ -208,11 +208,9 @@ class _Opening:
         if self.page is not None:
             self.page.close()
             self.page = None
-        for descriptor in (self.listen, self.door, *self.ring.values()):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self.listen = self.door = -1
-        self.ring = {}
+        for each in (*self.bells.values(), *self.doors.values()):
+            each.close()
+        self.bells, self.doors = {}, {}
 
 
 def _check_match(rank: int, mine: dict, peer: int, theirs: dict) -> None:

@@ -69,6 +69,8 @@ def over(kind: str, channel: ListeningChannel, store, *, namespace: str, domain:
 class CollectiveChannel:
     """A thread that runs rounds, and the usual channel beside it."""
 
+    bell = None  # decisions come through the thread
+
     def __init__(self, life: ListeningChannel, group, me: int):
         self._life, self._group, self._me = life, group, me
         self._wake: Callable[[], None] = lambda: None

@@ -42,6 +42,8 @@ class ScriptedDomain:
 class ScriptedAgreement:
     """One member's end of a `ScriptedDomain`; an `Agreement`."""
 
+    bell = None
+
     def __init__(self, domain: ScriptedDomain, member: int):
         self._domain, self._member = domain, member
         self._wake: Callable[[], None] = lambda: None
@@ -51,6 +53,10 @@ class ScriptedAgreement:
         self._new: list[tuple[Edge, int]] = []
         self._seen: Counter[tuple[int, Edge, int]] = Counter()  # leader: (call, edge, microbatch) -> members that have it
         self._sequence: dict[int, list[Action]] = {}  # follower: call -> what was agreed and not yet taken
+
+    @property
+    def size(self) -> int:
+        return self._domain.size
 
     @property
     def leads(self) -> bool:

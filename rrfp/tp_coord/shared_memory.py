@@ -1,4 +1,4 @@
-"""The channel inside a host: one page of memory that all members map, and a bell (a pipe) each.
+"""The channel inside a host: one page of memory that all members map, and two bells (pipes) each.
 
 The leader owns the page: an anonymous memory file, opened by the others through `/proc/<pid>/fd/<fd>`, so nothing is left behind
 however the processes end. Every word and every record has one writer:
@@ -9,7 +9,9 @@ however the processes end. Every word and every record has one writer:
 
 A word is stored at once (8 aligned bytes). x86 keeps the order of stores, so that a reader that sees a record's number sees the
 record; on other processors it may not, and so the record is read again until its checksum agrees too. A bell is one byte in a
-non-blocking pipe: a full pipe rings already. Who rings has written before; the system call orders both.
+non-blocking pipe: a full pipe rings already. Who rings has written before; the system call orders both. News of decisions ring
+the bell that the engine's thread itself listens to while it waits: a thread between would cost another wake-up. Failures and
+goodbyes ring the other, which the channel's thread listens to, also while an action runs.
 """
 
 import fcntl
@@ -39,10 +41,42 @@ _TEXT, _TRACEBACK = 4 << 10, 32 << 10  # letters of a failure that are told: JSO
 
 
 class Bell(NamedTuple):
-    """Where a member listens, as others reach it."""
+    """A pipe of this process, or its two ends' numbers: neither end blocks."""
 
-    pid: int
-    fd: int
+    listen: int
+    door: int
+
+    @classmethod
+    def make(cls) -> "Bell":
+        return cls(*os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
+
+    def close(self) -> None:
+        for descriptor in self:
+            os.close(descriptor)
+
+
+class Doors(NamedTuple):
+    """Where another member is rung: write ends of its bells."""
+
+    news: int
+    alarm: int
+
+    @classmethod
+    def open(cls, pid: int, news: int, alarm: int) -> "Doors":
+        """Those of another process. Raises OSError if they cannot be reached from here."""
+        opened: list[int] = []
+        try:
+            for door in (news, alarm):
+                opened.append(os.open(f"/proc/{pid}/fd/{door}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+        except OSError:
+            for descriptor in opened:
+                os.close(descriptor)
+            raise
+        return cls(*opened)
+
+    def close(self) -> None:
+        for descriptor in self:
+            os.close(descriptor)
 
 
 class Page:
@@ -109,34 +143,37 @@ class Page:
 class SharedMemoryChannel(ListeningChannel):
     """Args:
     page: mapped; this channel closes it.
-    bell: both ends of this member's own bell. It keeps the end that others write to, so that the bell never ends; closed here
-        too.
-    ring: write ends of the other members' bells by rank.
+    news, alarm: this member's bells. It keeps the ends that others write to, so that they never end; closed here too.
+    doors: the other members' by rank.
     The rest is `ListeningChannel`'s.
     """
 
-    def __init__(self, domain: Domain, rank: int, peers: Iterable[Peer], *, page: Page, bell: tuple[int, int],
-                 ring: Mapping[int, int], heartbeat_s: float, silence_s: float):
+    def __init__(self, domain: Domain, rank: int, peers: Iterable[Peer], *, page: Page, news: Bell, alarm: Bell,
+                 doors: Mapping[int, Doors], heartbeat_s: float, silence_s: float):
         # Of those that may judge a member, the lowest speaks first: then all members hear one text.
         super().__init__(rank, peers, heartbeat_s=heartbeat_s, silence_s=silence_s,
                          judges=lambda peer: rank == next(iter(domain.others(peer))))
-        self._page, self._bell, self._ring, self._domain = page, bell, dict(ring), domain
+        self._page, self._news, self._alarm, self._doors, self._domain = page, news, alarm, dict(doors), domain
         self._me = domain.members.index(rank)
         self._index = {member: index for index, member in enumerate(domain.members)}
         self._beats: dict[int, int] = {}
         self._room = 0
         """Leader: every follower has taken so many decisions."""
-        self._loop.add(bell[0], self._on_bell)
+        self._loop.add(alarm.listen, self._on_alarm)
         self._loop.start()
 
     # ------------------------------------------------------------------ the engine's thread
+    @property
+    def bell(self) -> int:
+        return self._news.listen
+
     def begin(self, call: int, words: Mapping[int, int]) -> None:
         self._begin(call)
         self._store(words)
 
     def publish(self, words: Mapping[int, int]) -> None:
         self._store(words)
-        self._call_on(self._domain.leader)
+        self._ring(self._doors[self._domain.leader].news)
 
     def _store(self, words: Mapping[int, int]) -> None:
         for index, word in words.items():
@@ -156,8 +193,8 @@ class SharedMemoryChannel(ListeningChannel):
         record = encode(decision)
         page.bytes[at + _WORD : at + RECORD_BYTES] = record[_WORD:]
         page.words[at // _WORD] = sequence  # last: who sees it may read the rest
-        for rank in self._peers:
-            self._call_on(rank)
+        for doors in self._doors.values():
+            self._ring(doors.news)
         return True
 
     def look(self, sequence: int) -> Decision | None:
@@ -173,12 +210,13 @@ class SharedMemoryChannel(ListeningChannel):
     def took(self, sequence: int) -> None:
         self._page.words[self._page.word(self._me, _TAKEN)] = sequence
         if sequence % (RING // 2) == 0:
-            self._call_on(self._domain.leader)  # it may wait for room
+            self._ring(self._doors[self._domain.leader].news)  # it may wait for room
 
     # ------------------------------------------------------------------ any thread
-    def _call_on(self, rank: int) -> None:
+    @staticmethod
+    def _ring(door: int) -> None:
         with suppress(BlockingIOError, BrokenPipeError):  # it rings already; or its process has ended, which its watch tells
-            os.write(self._ring[rank], b"!")
+            os.write(door, b"!")
 
     def _spread(self, failure: Failure, source: int | None) -> None:
         if source is not None:
@@ -189,15 +227,17 @@ class SharedMemoryChannel(ListeningChannel):
         at = page.failure(self._me)
         page.bytes[at : at + len(data)] = data
         page.words[page.word(self._me, _FAILED)] = len(data)
-        for rank in self._peers:
-            self._call_on(rank)
+        self._alarm_all()
+
+    def _alarm_all(self) -> None:
+        for doors in self._doors.values():
+            self._ring(doors.alarm)
 
     # ------------------------------------------------------------------ the channel's thread
-    def _on_bell(self) -> None:
-        os.read(self._bell[0], 1 << 16)
+    def _on_alarm(self) -> None:
+        os.read(self._alarm.listen, 1 << 16)
         for peer in self._peers.values():
             self._last_words(peer)
-        self._news()
 
     def _last_words(self, peer: Peer) -> None:
         page, index = self._page, self._index[peer.rank]
@@ -218,10 +258,9 @@ class SharedMemoryChannel(ListeningChannel):
 
     def _say_goodbye(self, until: float) -> None:
         self._page.words[self._page.word(self._me, _LEFT)] = self._call + 2  # 0: still here; -1: before any call
-        for rank in self._peers:
-            self._call_on(rank)
+        self._alarm_all()
 
     def _free(self) -> None:
         self._page.close()
-        for descriptor in (*self._bell, *self._ring.values()):
-            os.close(descriptor)
+        for each in (self._news, self._alarm, *self._doors.values()):
+            each.close()

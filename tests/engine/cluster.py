@@ -176,6 +176,7 @@ class Cluster:
         credits: int = 4,
         lanes: int = 1,
         timeout: float = 1e6,
+        decide_ahead: bool = False,
         engine: type[Engine] = Engine,
         executor: type[VirtualExecutor] = VirtualExecutor,
         transport: Callable = lambda transport: transport,
@@ -200,7 +201,7 @@ class Cluster:
                 end = self.networks[index].transport(rank) if self.networks else NoTransport()
                 one = engine(rank=rank, owner=self.owner.__getitem__, transport=transport(end),
                              agreement=agreement, recorder=Recorder(rank=rank, stages=(rank,), directory=None, debug=True),
-                             timeout=timeout, clock=self.clock.now)
+                             timeout=timeout, decide_ahead=decide_ahead, clock=self.clock.now)
                 member = Member(rank, index, one)
                 one.transport.open(lambda event, member=member: self._post(member, event), deadline=0.0)
                 agreement.open(one.wake)

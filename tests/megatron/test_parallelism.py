@@ -52,7 +52,7 @@ def test_bitwise_equal_under_delays_that_differ_between_the_ranks(layout, order,
         for hint, limit, agreement in [("bf", "16", "auto"), *([("announced", "1f1b", "messages")] if full else [])]:
             where = group.run(
                 "same", microbatches=8, seeds=list(range(20 if full else 2)), steps=2 if full else 1,
-                options={"hint": hint, "limit": limit, "order": order, "agreement": agreement},
+                options={"hint": hint, "limit": limit, "order": order, "agreement": agreement, "decide_ahead": order == "megatron"},
                 **settings | ({"dropout": 0.0} if order == "microbatch" and chunks else {}), deadline=900)
             assert where == [None] * group.ranks, (name, case)
 

@@ -45,6 +45,7 @@ class Case:
     split: bool = False
     max_pending_w: int | None = None
     members: int = 1
+    ahead: bool = False
     credits: int = 1
     lanes: int = 1
     capacity: int = 1
@@ -104,7 +105,7 @@ def cases(**fixed) -> st.SearchStrategy[Case]:
                      max_pending_w=(None, None, 1, 2, 3))
     policies = _choices(fixed, mode=("ready", "ready", "ready", "strict"), limit=LIMITS,
                         order=("microbatch", "microbatch", "free", "free", "megatron"))
-    transports = _choices(fixed, members=(1,) * 8 + (2, 2, 3), capacity=(1, 1, 1, 2, 3), lanes=(1, 2, 3), credits=(1, 2, 3, 4))
+    transports = _choices(fixed, members=(1,) * 8 + (2, 2, 3), ahead=(False, True), capacity=(1, 1, 1, 2, 3), lanes=(1, 2, 3), credits=(1, 2, 3, 4))
     times = _choices(fixed, durations=("equal", "random", "random", "zero"), delays=("none", "random", "random"),
                      stalls=("none", "sends", "ranks"), late=(0.0, 0.3, 5.0))
     counts = st.sampled_from((1,) * 6 + (2, 3))
@@ -134,6 +135,8 @@ def simplest(case: Case) -> Case:
         changes["max_pending_w"] = None
     if case.hint == ANY:
         changes["mode"] = "ready"
+    if case.members == 1:
+        changes["ahead"] = False
     if case.first_trainable >= case.ranks * case.chunks:
         changes["first_trainable"] = 0
     return case.replace(**changes) if any(getattr(case, name) != value for name, value in changes.items()) else case

@@ -230,6 +230,7 @@ def _cluster(case: Case, engine, network, transport, agree) -> Cluster:
 
     return RandomCluster.of(
         case.stages, members=case.members, agree=agree, credits=case.credits, lanes=case.lanes, capacity=case.capacity,
+        decide_ahead=case.ahead,
         engine=engine, executor=Blocking, network=Refusing if case.stalls == "sends" else network, transport=transport,
         duration=duration, delay=delay, control_delay=case.late, news=lambda member: case.late * member)
 

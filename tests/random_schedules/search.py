@@ -89,7 +89,8 @@ def _failure(case: Case, broken: dict) -> Exception | None:
 def _count(counts: Counter, case: Case, cluster) -> None:
     counts["runs"] += 1
     counts["actions"] += sum(len(executor.order) for member in cluster.members for executor in member.executors)
-    words = {"chunks": case.chunks > 1, "domains": case.members > 1, "split": case.split, "strict": case.mode == "strict",
+    words = {"chunks": case.chunks > 1, "domains": case.members > 1, "decided ahead": case.ahead, "split": case.split,
+             "strict": case.mode == "strict",
              "lanes": case.lanes > 1, "several calls": len(case.calls) > 1, "evaluation": any(only for _, only in case.calls),
              "blocking": case.stalls != "none", "launched ahead": case.capacity > 1,
              "random hint": case.hint.startswith("a") and case.hint not in ("alt", "announced")}

@@ -22,7 +22,7 @@ def test_every_schedule_ends_and_keeps_its_promises(full, seed, share):
     if outcome.error is not None:
         raise outcome.error
     assert outcome.counts["runs"] >= wanted
-    for word in ("chunks", "domains", "split", "strict", "lanes", "several calls", "evaluation", "blocking", "launched ahead",
+    for word in ("chunks", "domains", "decided ahead", "split", "strict", "lanes", "several calls", "evaluation", "blocking", "launched ahead",
                  "random hint"):
         assert outcome.counts[word] > wanted / 100, word
 

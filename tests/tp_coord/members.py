@@ -5,6 +5,7 @@ in order of members. What a function raises is returned, not raised: what each m
 """
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import queue
@@ -16,7 +17,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from rrfp.action import Action, Edge
-from rrfp.comm.mailbox import Mailbox
+from rrfp.engine.inbox import Inbox
 from rrfp.comm.rendezvous import FileStore
 from rrfp.comm.transport import Failure
 from rrfp.tp_coord.domain import Domain
@@ -34,7 +35,9 @@ class End:
         self.kind, self.agreement, self.rank, self.ranks = kind, agreement, rank, ranks
         self.call = -1
         self.failure: Failure | None = None
-        self._box = Mailbox()
+        self._box = Inbox()
+        if agreement.bell is not None:
+            self._box.listen(agreement.bell)
         agreement.open(lambda: self._box.put(None), self._box.put)
 
     @property
@@ -220,6 +223,8 @@ def _work(kind, rank, ranks, directory, options, pipes, index):
     if end is not None:
         end.agreement.close()
         end.agreement.close()
+        end = None
+        gc.collect()  # its inbox has a descriptor
     pipe.send(sorted(held() - before))
 
 
