@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
                        "shared-memory inside a host, messages across hosts.")
     group.add_argument("--rrfp-decide-ahead", action="store_true",
                        help="agree on the next action before the running one: no decision takes time, but what becomes ready meanwhile is not "
-                       "looked at. Pays only where actions are shorter than a millisecond.")
+                       "looked at. Pays where actions take a few milliseconds at most (docs/agreement.md).")
     group.add_argument("--rrfp-interface", default=None, metavar="NAME",
                        help="network interface or address for messages between hosts. Default: the one that faces the master.")
     group.add_argument("--rrfp-timeout", type=float, default=None, metavar="SECONDS",
