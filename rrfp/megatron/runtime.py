@@ -11,6 +11,7 @@ import resource
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -274,8 +275,9 @@ def make_recorder(options: Options, *, global_ranks: list[int], rank: int, place
 
 
 _runtimes: dict[tuple, Runtime] = {}
-_openings: dict[tuple, int] = {}
 """By ranks of the pipeline, groups inside actions, and chunks per rank."""
+_openings: Counter[str] = Counter()
+"""How often this process has connected, by the name under which it did."""
 
 
 def runtime_for(options: Options, pp_group: "torch.distributed.ProcessGroup", *, collection=None, chunks: int = 1) -> Runtime:
@@ -287,14 +289,22 @@ def runtime_for(options: Options, pp_group: "torch.distributed.ProcessGroup", *,
     groups = groups_of(collection)
     key = (tuple(ranks), groups, chunks)
     if key not in _runtimes:
-        # Every opening has keys of its own: what an earlier one left in the store must not be taken for this one's.
-        _openings[key] = _openings.get(key, 0) + 1
-        opening = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{_openings[key]}"  # torchrun may keep one store over its restarts
-        own, job = (torch.distributed.PrefixStore(f"rrfp/{whose}/{chunks}/{opening}", torch.distributed.distributed_c10d._get_default_store())
-                    for whose in ("-".join(map(str, ranks)), "job"))
+        own, job = (_store(f"{whose}/{chunks}") for whose in ("-".join(map(str, ranks)), f"job/{len(ranks)}"))
         _runtimes[key] = Runtime(options, global_ranks=ranks, rank=pp_group.rank(), store=own, job_store=job, groups=groups, chunks=chunks)
         _hook_exit()
     return _runtimes[key]
+
+
+def _store(name: str) -> "torch.distributed.Store":
+    """Every opening has keys of its own: what an earlier one left in the store must not be taken for this one's.
+
+    So openings are counted by just what is in the name. All that use a name open alike: a pipeline's ranks theirs, all ranks of the
+    job those with pipelines of one length.
+    """
+    _openings[name] += 1
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun may keep one store over its restarts
+    return torch.distributed.PrefixStore(
+        f"rrfp/{name}/{restart}.{_openings[name]}", torch.distributed.distributed_c10d._get_default_store())
 
 
 def close_all() -> None:

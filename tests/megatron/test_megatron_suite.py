@@ -33,7 +33,7 @@ BY_ENGINE = {  # test -> calls of our engine
     "test_forward_backward_no_pipelining_with_custom_pgs": 0,
 }
 BY_ENGINE_OF_EIGHT = BY_ENGINE | {"test_forward_backward_pipelining_with_interleaving_with_custom_pgs": 1}  # two replicas
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 
 
 def _tree() -> Path | None:
@@ -84,7 +84,7 @@ def processes(tree, folder, command, *, ranks, **variables) -> tuple[list[int], 
                         [sys.executable, *command], cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT
                     )
                 )
-        codes = [process.wait(timeout=150) for process in started]
+        codes = [process.wait(timeout=300) for process in started]
     finally:
         for process in started:
             process.kill()
