@@ -309,5 +309,5 @@ def test_install_refuses_bad_options_by_name():
     ]:
         with pytest.raises(ConfigurationError, match=expected):
             install(**options)
-    with pytest.raises(ConfigurationError, match=r"rrfp.install\(speed=...\): no such option; there are agreement, emulate, "):
+    with pytest.raises(ConfigurationError, match=r"rrfp.install\(speed=...\): no such option; there are agreement, decide_ahead, emulate, "):
         install(speed=3)

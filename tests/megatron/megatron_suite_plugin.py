@@ -16,7 +16,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 
 import rrfp.megatron
 from rrfp.megatron import cpu
@@ -93,23 +92,8 @@ if ALONE:
     hyper_comm_grid.HyperCommGrid = Grid
 
 
-def groups_by_ranks(make):
-    """Upstream's helper makes groups for the caller's own pipeline only: with two pipelines, different ones at once under one name, in
-    which gloo's ranks meet those of the other and wait for ever. Named by their ranks they don't."""
-
-    @functools.wraps(make)
-    def call(pp_group):
-        by_ranks = functools.partial(torch.distributed.new_group, use_local_synchronization=True)
-        with unittest.mock.patch.object(torch.distributed, "new_group", by_ranks):
-            return make(pp_group)
-
-    return call
-
-
 def pytest_collection_finish(session):
     if not ALONE:
-        for module in {item.module for item in session.items}:
-            module._populate_embedding_and_position_groups = groups_by_ranks(module._populate_embedding_and_position_groups)
         return
     from tests.unit_tests.test_utilities import Utils
 

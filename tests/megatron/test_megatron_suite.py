@@ -32,7 +32,9 @@ BY_ENGINE = {  # test -> calls of our engine
     "test_forward_backward_pipelining_without_interleaving_with_custom_pgs": 2,
     "test_forward_backward_no_pipelining_with_custom_pgs": 0,
 }
-BY_ENGINE_OF_EIGHT = BY_ENGINE | {"test_forward_backward_pipelining_with_interleaving_with_custom_pgs": 1}  # two replicas
+# Excluded by name: with two pipelines, upstream's helper of the tests with groups of their own makes each pipeline's groups under one name,
+# and not on all ranks at once. On gloo its ranks wait for those of the other pipeline, under Megatron's own schedule too.
+BY_ENGINE_OF_EIGHT = {name: calls for name, calls in BY_ENGINE.items() if not name.endswith("_with_custom_pgs")}
 pytestmark = pytest.mark.timeout(400)
 
 
