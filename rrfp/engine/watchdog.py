@@ -130,8 +130,9 @@ class Watcher:
         engine, failure = self._engine, latch.failure
         view = engine.view() | {"stacks": stacks(), "failure": failure._asdict()}
         me = f"[rrfp] {self._name(engine.rank)}"
+        when = f"in call {view['call']}" if view["in_call"] else f"after call {view['call']}" if view["call"] >= 0 else "before its first call"
         lines = [f"{me}: {describe(failure, self._name)}",
-                 f"{me} in call {engine.call}: running {engine.running or 'nothing'}, last action {engine.last_action}"]
+                 f"{me} {when}: running {engine.running or 'nothing'}, last action {engine.last_action}"]
         lines += [self._details] if self._details else []
         stamp = f"{time.strftime('%Y-%m-%d %H:%M:%S')}, {socket.gethostname()}, process {os.getpid()}"
         try:

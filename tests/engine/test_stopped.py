@@ -14,6 +14,7 @@ from rrfp.engine import watchdog
 from rrfp.engine.failure import FailureLatch
 from rrfp.engine.loop import STOPPED, Engine
 from rrfp.engine.watchdog import TICK, Watcher
+from rrfp.tp_coord.agreement import Solo
 
 
 class Clock:
@@ -28,7 +29,7 @@ class Clock:
 
 def engine_that_waits(clock, wakes_at, event=None):
     """An engine whose inbox gives `event`, or nothing, at `wakes_at`."""
-    engine = Engine(rank=0, owner=int, transport=SimpleNamespace(), agreement=None, recorder=None, timeout=10.0, clock=clock)
+    engine = Engine(rank=0, owner=int, transport=SimpleNamespace(), agreement=Solo(), recorder=None, timeout=10.0, clock=clock)
     engine.last_progress = clock.now
 
     def get(timeout):
