@@ -1,5 +1,6 @@
 """Pipelines of one process, opened one after another: each meets its neighbours under keys of its own."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ def opened(monkeypatch):
     """Opens a runtime for some ranks, groups and chunks that only writes into its stores; fails if anything is there already."""
     store = torch.distributed.HashStore()
     monkeypatch.setattr(runtimes, "_runtimes", {})
+    monkeypatch.setattr(runtimes, "_openings", Counter())
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: group.ranks)
     monkeypatch.setattr(runtimes, "groups_of", lambda collection: collection)
