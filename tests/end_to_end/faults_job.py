@@ -157,10 +157,9 @@ def check(cell: Cell, ended: list[Ended]) -> None:
             continue
         me, action = re.escape(f"[rrfp] {name(end.rank)}"), r"\d[FB]\d"
         # A rank may hear of a fault in another's first action before it has entered that call itself.
-        before = f"after call {cell.call - 1}" if cell.call else "before its first call"
         expected = [
             f"{me}: {verdict}",
-            rf"{me} ((in|after) call {cell.call}|{before}): running (nothing|{action}), last action (nothing yet|{action}, \d+\.\d+ s)",
+            rf"{me} (in call {cell.call}|after call \d+|before its first call): running (nothing|{action}), last action (nothing yet|{action}, \d+\.\d+ s)",
             rf"{me}: report in \S+; this process ends within 15 s",
         ]
         assert end.code == 1

@@ -1,8 +1,8 @@
 """Real processes: many ranks start, run and end, leaving nothing; and warm-up is not coupled to the next action."""
 
+import gc
 import importlib
 import json
-import gc
 import multiprocessing
 import os
 import statistics
