@@ -6,9 +6,9 @@ action.
 
 Every member runs in a process of its own and waits as the engine does, in its inbox. Between decisions all sleep `--gap`
 seconds, an action, and up to `--skew` seconds more at random. In *ready* the messages are there before, and the clock starts
-when the last member has ended its action. In *ahead* they are too, and members decide before that action what comes after it. In *arrival* every
-decision waits for a message, and the clock starts when it has reached the last member. Microseconds, median and 99th percentile; beside them Solo, a rank that agrees with itself, in the same
-loop. Kinds take turns in short rounds, so that other work on the machine disturbs all alike.
+when the last member has ended its action. In *ahead* they are too, and members decide before that action what comes after it.
+In *arrival* every decision waits for a message, and the clock starts when it has reached the last member. Microseconds, median
+and 99th percentile; beside them Solo, a rank that agrees with itself, in the same loop. Kinds take turns in short rounds, so that other work on the machine disturbs all alike.
 """
 
 import argparse
@@ -22,8 +22,8 @@ from collections import deque
 from pathlib import Path
 
 from rrfp.action import Action, Edge
-from rrfp.engine.inbox import Inbox
 from rrfp.comm.rendezvous import FileStore
+from rrfp.engine.inbox import Inbox
 from rrfp.tp_coord.agreement import Solo
 from rrfp.tp_coord.domain import Domain
 from rrfp.tp_coord.opening import COLLECTIVE, open_agreement

@@ -171,8 +171,10 @@ class _Opening:
         return None
 
     def _speak_by_memory(self) -> SharedMemoryChannel:
-        return SharedMemoryChannel(
+        channel = SharedMemoryChannel(
             self.domain, self.rank, self.peers.values(), page=self.page, doors=self.doors, **self.bells, **self.life)
+        self.peers, self.page, self.bells, self.doors = {}, None, {}, {}  # the channel's from here on
+        return channel
 
     # ------------------------------------------------------------------ messages
     def _speak_by_messages(self, records: dict[int, dict]) -> MessageChannel:

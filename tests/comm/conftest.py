@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from rrfp.action import Edge
+from rrfp.comm import outbound
 from rrfp.comm.clock import VirtualClock
+from rrfp.comm.loop import Loop
 from rrfp.comm.mailbox import Mailbox
 from rrfp.comm.rendezvous import FileStore
 from rrfp.comm.scripted_transport import ScriptedNetwork
@@ -27,11 +29,40 @@ def make_part(nbytes: int, value: int = 0, dtype: str = "uint8") -> Part:
     return Part(dtype, (nbytes // size,), np.full(nbytes, value % 256, np.uint8))
 
 
+class Activity:
+    """Ends waits for a state of real transports: told after everything that one of their threads has done."""
+
+    def __init__(self, monkeypatch):
+        self._done = threading.Condition()
+        guarded, tell = Loop._guarded, self._tell
+
+        def handle(loop, handler):
+            guarded(loop, handler)
+            tell()
+
+        class Queue(Mailbox):
+            def get(self, *arguments, **options):
+                tell()  # the send thread has done what it got before
+                return super().get(*arguments, **options)
+
+        monkeypatch.setattr(Loop, "_guarded", handle)
+        monkeypatch.setattr(outbound, "Mailbox", Queue)
+
+    def _tell(self):
+        with self._done:
+            self._done.notify_all()
+
+    def wait_for(self, condition) -> bool:
+        """Whether it holds within WAIT seconds."""
+        with self._done:
+            return self._done.wait_for(condition, WAIT)
+
+
 class Network:
     """Ranks with an inbox each. `get` waits for the next event of a rank, `settle` until a condition holds."""
 
-    def __init__(self, kind: str, owner: dict[int, int], edges: list[Edge], directory, **options):
-        self.kind = kind
+    def __init__(self, kind: str, owner: dict[int, int], edges: list[Edge], directory, activity: Activity, **options):
+        self.kind, self._activity = kind, activity
         self.ranks = sorted(set(owner.values()))
         self.boxes = {rank: Mailbox() for rank in self.ranks}
         if kind == "scripted":
@@ -108,13 +139,12 @@ class Network:
         return taken
 
     def settle(self, condition):
-        until = time.monotonic() + WAIT
-        while not condition():
-            assert time.monotonic() < until, {rank: transport.state() for rank, transport in self.transports.items()}
-            if self.kind == "scripted":
-                self.clock.run_until_idle()
-            else:
-                time.sleep(0.001)
+        if self.kind == "scripted":
+            self.clock.run_until_idle()
+            met = condition()
+        else:
+            met = self._activity.wait_for(condition)
+        assert met, {rank: transport.state() for rank, transport in self.transports.items()}
 
     def empty(self, rank: int) -> bool:
         if self.kind == "scripted":
@@ -134,12 +164,17 @@ class Network:
 
 
 @pytest.fixture
-def network(tmp_path):
+def activity(monkeypatch):
+    return Activity(monkeypatch)
+
+
+@pytest.fixture
+def network(tmp_path, activity):
     """network(kind, owner, edges, **options); closed after the test."""
     made = []
 
     def make(kind, owner, edges, **options):
-        made.append(Network(kind, owner, [Edge(*edge) for edge in edges], tmp_path / str(len(made)), **options))
+        made.append(Network(kind, owner, [Edge(*edge) for edge in edges], tmp_path / str(len(made)), activity, **options))
         return made[-1]
 
     yield make

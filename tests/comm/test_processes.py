@@ -95,24 +95,17 @@ def test_a_peer_that_aborts_and_ends_is_heard_as_what_it_said(other):
     assert other.process.wait(timeout=20) == 0
 
 
-def test_a_stopped_peer_shows_as_an_old_sign_of_life(other):
+def test_a_stopped_peer_shows_as_an_old_sign_of_life(activity, other):
     def age():
         return other.state()["peers"][1]
 
     os.kill(other.process.pid, signal.SIGSTOP)
-    _until(lambda: age() > 0.8)
+    assert activity.wait_for(lambda: age() > 0.8)  # at the latest with this rank's next heartbeat
     assert other._failure is None  # it may come back
     os.kill(other.process.pid, signal.SIGCONT)
-    _until(lambda: age() < 0.5)
+    assert activity.wait_for(lambda: age() < 0.5)
     other.say("still here")
     assert other.hear() == "still here"
-
-
-def _until(condition, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_forked_children_touch_nothing(other):

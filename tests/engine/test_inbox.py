@@ -3,9 +3,11 @@
 import gc
 import os
 import random
+import select
 import threading
 import time
 from queue import Empty
+from types import SimpleNamespace
 
 import pytest
 
@@ -77,18 +79,18 @@ def test_nothing_is_lost_between_a_look_and_a_wait(timeout, seed):
 
 
 def test_a_reader_asleep_is_woken():
-    box, asleep = Inbox(), threading.Event()
+    box, asleep, poll = Inbox(), threading.Event(), select.poll()
     got: list = []
+    poll.register(box._bell, select.POLLIN)
 
-    def read() -> None:
-        asleep.set()
-        got.append(box.get(timeout=30))
+    def fall_asleep(milliseconds):
+        asleep.set()  # it has looked for the last time
+        return poll.poll(milliseconds)
 
-    thread = threading.Thread(target=read)
+    box._poll = SimpleNamespace(poll=fall_asleep)
+    thread = threading.Thread(target=lambda: got.append(box.get(timeout=30)))
     thread.start()
     assert asleep.wait(30)
-    while not box._waiting and thread.is_alive():
-        time.sleep(0)
     box.put("morning")
     thread.join(30)
     assert got == ["morning"]
