@@ -1,18 +1,22 @@
 """What goes wrong in one member is told to all, in the same words, within the deadlines; and a divergence is an error, not a
 hang."""
 
+import os
 import re
 import signal
+import threading
 import time
 
 import members
 import pytest
 from members import EDGES, Members, action_of, play
 
+from rrfp.comm.rendezvous import FileStore
 from rrfp.comm.transport import Failure
 from rrfp.errors import ConfigurationError, PipelineError
 from rrfp.tp_coord import opening
-from rrfp.tp_coord.opening import COLLECTIVE
+from rrfp.tp_coord.domain import Domain
+from rrfp.tp_coord.opening import COLLECTIVE, open_agreement
 
 COUNTED = ["shared-memory", "messages"]
 HEARTBEAT, SILENCE = 0.1, 0.6
@@ -285,3 +289,26 @@ def test_a_member_that_does_not_come_is_named(tmp_path):
     text = r"ranks? 1 did not come within 0 s \(who\): look for .* first error, or raise the start-up deadline"
     assert re.fullmatch(text, str(error)), error
     assert group.left_behind == [[]]
+
+
+def test_a_store_without_collectives_is_refused_and_all_closed_once(tmp_path):
+    """Members have opened their memory by then: who has taken it over closes it, and the refusal is what is raised."""
+    pytest.importorskip("torch")
+    import rrfp.tp_coord.process_group  # noqa: F401 what importing opens is not counted
+
+    store, errors, before = FileStore(tmp_path), {}, sorted(os.listdir("/proc/self/fd"))
+
+    def member(rank):
+        try:
+            open_agreement("broadcast", domain=Domain((0, 1)), rank=rank, store=store, edges=[], deadline=20.0)
+        except Exception as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=member, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for rank in (0, 1):
+        assert isinstance(errors[rank], ConfigurationError) and "needs a store of torch" in str(errors[rank]), errors
+    assert sorted(os.listdir("/proc/self/fd")) == before
