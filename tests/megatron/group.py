@@ -1,4 +1,4 @@
-"""Starts a group of real processes once, and has them run jobs of tests/megatron/jobs.py one after another, all ranks in step."""
+"""Starts a group of real processes once, and has them run jobs of tests/megatron/group_jobs.py one after another, all ranks in step."""
 
 import atexit
 import functools
@@ -20,7 +20,7 @@ from job import Server  # noqa: E402
 @functools.cache
 def server() -> Server:
     """Imports Megatron once; every rank is a fork of it."""
-    started = Server(HERE / "jobs.py", untouched=False)
+    started = Server(HERE / "group_jobs.py", untouched=False)
     atexit.register(started.close)
     return started
 
