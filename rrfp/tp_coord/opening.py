@@ -105,7 +105,8 @@ class _Opening:
             "host": self.host, "pid": os.getpid(), "started": rendezvous.started_at(os.getpid()),
             "key": self.keys.public.decode(), "kind": self.kind, "members": members,
             "lanes": [[str(edge), lane] for edge, lane in self.receipts.lanes],
-            "bells": {name: bell.door for name, bell in self.bells.items()}, "page": [self.page.fd, self.page.nonce.hex()] if self.page is not None else None,
+            "bells": {name: bell.door for name, bell in self.bells.items()},
+            "page": [self.page.fd, self.page.nonce.hex()] if self.page is not None else None,
         })  # fmt: skip
         for rank, theirs in records.items():
             _check_match(self.rank, records[self.rank], rank, theirs)
