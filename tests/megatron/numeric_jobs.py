@@ -50,6 +50,36 @@ def relative(expected, got):
 
 
 @job
+def reduced_by(*, what, rows, microbatches, **settings):
+    """Largest relative difference from Megatron when replica d follows `rows[d]` in free order and its reductions start with the backward
+    that is the last by `what`: "count", as they do, or "index", the mistake."""
+    import rrfp
+    from rrfp.megatron.executor import MegatronExecutor
+    from rrfp.megatron.gradient_sync import GradientSync
+
+    expected = reference(microbatches, steps=1, **settings)
+    model, optimizer, state = model_for(**settings)
+    rrfp.register_hint("rows", lambda context: rows[parallel_state.get_data_parallel_rank()])
+    DELAYS.seed, DELAYS.longest = 1, 0.0
+    state.restore()
+    backward, is_last, running = MegatronExecutor._backward, GradientSync._is_last, []
+
+    def recorded(self, action, tensors):
+        running[:] = [action.microbatch]
+        return backward(self, action, tensors)
+
+    if what == "index":
+        MegatronExecutor._backward, GradientSync._is_last = recorded, lambda self, chunk: running == [microbatches - 1]
+    try:
+        got = gpt.train(
+            schedule(hint="rows", order="free", mode="strict", limit=str(microbatches)), model, optimizer, microbatches, steps=1
+        )
+    finally:
+        MegatronExecutor._backward, GradientSync._is_last = backward, is_last
+    return relative(expected[0], got[0])
+
+
+@job
 def gradients_of(*, microbatches, own=True, **settings):
     """Losses and gradients of one iteration, on the CPU, for comparison with another number of stages."""
     model, optimizer, state = model_for(**settings)

@@ -75,6 +75,21 @@ def test_without_agreement_it_goes_wrong(name, keep, settings):
         group.kill()
 
 
+@pytest.mark.timeout(120)
+def test_by_index_gradients_are_reduced_before_they_are_whole():
+    """The negative control of the count: replicas that finish their backwards in different orders, in each overlap."""
+    def rows(backwards):
+        return [[f"{stage}F{m}" for m in range(4)] + [f"{stage}B{m}" for m in backwards] for stage in range(2)]
+
+    with Group(**LAYOUTS["PP2xDP2"]) as group:
+        for settings in ({"overlap": True}, {"distributed": True, "overlap": True}):
+            by_count, by_index = (
+                max(group.run("reduced_by", what=what, rows=[rows([0, 1, 2, 3]), rows([3, 0, 1, 2])], microbatches=4, dropout=0.0, **settings))
+                for what in ("count", "index"))
+            print(f"{settings}: by count {by_count:.1e}, by index {by_index:.1e}")
+            assert by_count < 1e-4 and by_index > 1e-2
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("microbatches", [6, 7])
 def test_numbers_of_microbatches_that_megatron_refuses(microbatches):
