@@ -214,6 +214,9 @@ SPLITS = {
     "layout-an-empty-chunk": (2, [LAYOUT, "Ett||t|tL", *NO_DROPOUT], "5 3"),
     # Behind the stage that predicts several tokens, messages are longer: Megatron asks for their shape.
     "layout-several-tokens-alone": (4, ["--mtp-num-layers", "1", LAYOUT, "Ett|tt|m|L"], "4 3 2 1"),
+    # With tied embeddings Megatron never gets through building this one: the first rank would join their group twice.
+    "layout-several-tokens-alone-two-chunks": (
+        2, ["--mtp-num-layers", "1", "--untie-embeddings-and-output-weights", LAYOUT, "Ett|tt|m|L", *NO_DROPOUT], "5 3"),
     "virtual-stages": (2, CHUNKS, "5 3"),
     "virtual-stages-first-smaller": (2, [*CHUNKS, *"--num-layers 6 --decoder-first-pipeline-num-layers 2".split()], "5 3"),
     "virtual-stages-embedding-and-loss-count": (2, [*CHUNKS, "--num-layers", "6", *BOTH_COUNT], "5 3"),
