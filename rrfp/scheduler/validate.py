@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rrfp.action import Action, Edge
@@ -13,27 +13,35 @@ from rrfp.scheduler.hints import Row
 from rrfp.scheduler.lists import actions_of, interleaved_forwards
 
 
-def check_rows(rows: Sequence[Row], pipeline: Sequence[Dependencies], *, source: str) -> None:
+Where = Callable[[int, int], str]
+
+
+def _position(rank: int, position: int) -> str:
+    return f"rank {rank}, position {position}"
+
+
+def check_rows(rows: Sequence[Row], pipeline: Sequence[Dependencies], *, source: str, where: Where = _position) -> None:
     """Every expected action exactly once, on its own rank, after what it needs there, and no deadlock across ranks.
 
     Args:
         rows: one row per rank.
         pipeline: the dependencies of every rank.
         source: what to call the list in a refusal, for example `--rrfp-hint zb.csv`.
+        where: what to call an action's place, given rank and position; a file's names line and column.
 
     Raises:
-        ConfigurationError: naming rank, position and token.
+        ConfigurationError: naming the place and the token.
     """
     if len(rows) != len(pipeline):
         raise ConfigurationError(f"{source}: has {len(rows)} rows for {len(pipeline)} ranks; write one row per rank")
     homes = {action: dependencies.rank for dependencies in pipeline for action in dependencies.tasks}
     _check_placement(rows, {action.stage: rank for action, rank in homes.items()}, source)
     for dependencies, row in zip(pipeline, rows, strict=True):
-        _check_row(dependencies, row, homes, source)
+        _check_row(dependencies, row, homes, source, where)
     stuck = replay(rows, pipeline).stuck
     if stuck:
-        where = ", ".join(f"rank {rank} at position {position} ({action})" for rank, position, action in stuck)
-        raise ConfigurationError(f"{source}: deadlocks: {where} wait for each other; reorder these rows")
+        places = " and ".join(f"{action} at {where(rank, position)}" for rank, position, action in stuck)
+        raise ConfigurationError(f"{source}: deadlocks: {places} wait for each other; reorder these rows")
 
 
 def _check_placement(rows: Sequence[Row], homes: Mapping[int, int], source: str) -> None:
@@ -53,26 +61,29 @@ def _check_placement(rows: Sequence[Row], homes: Mapping[int, int], source: str)
             " use a list for this run's placement, for example --rrfp-hint 1f1b, or a rule, for example --rrfp-hint announced")
 
 
-def _check_row(dependencies: Dependencies, row: Row, homes: Mapping[Action, int], source: str) -> None:
+def _check_row(dependencies: Dependencies, row: Row, homes: Mapping[Action, int], source: str, where: Where) -> None:
     rank, seen = dependencies.rank, {}
     for position, action in enumerate(actions_of(row)):
-        where = f"{source}: rank {rank}, position {position}: {action}"
+        here = f"{source}: {where(rank, position)}: {action}"
         if action in seen:
-            raise ConfigurationError(f"{where} stands at position {seen[action]} already; each action is listed once")
+            raise ConfigurationError(f"{here} stands at position {seen[action]} already; each action is listed once")
         if action not in dependencies.tasks:
             home = homes.get(action)
             why = f"belongs to rank {home}"
             if home is None:
                 why = "is no action of this call (stage, microbatch and kind must exist)"
-            raise ConfigurationError(f"{where} {why}; remove it")
+            if action.kind in ("I", "W") and action._replace(kind="B") in dependencies.tasks:
+                raise ConfigurationError(f"{here} is half of a split backward, and this run's is whole; split it, or write"
+                                         f" {action._replace(kind='B')}")
+            raise ConfigurationError(f"{here} {why}; remove it")
         for before in dependencies.tasks[action].after:
             # A tie counts as order: what it needs must stand earlier, or in the same group, but before it.
             if before not in seen:
-                raise ConfigurationError(f"{where} stands before {before}, which it needs; list {before} first")
+                raise ConfigurationError(f"{here} stands before {before}, which it needs; list {before} first")
         seen[action] = position
     missing = [action for action in dependencies.tasks if action not in seen]
     if missing:
-        raise ConfigurationError(f"{source}: rank {rank}, position {len(seen)}: the row ends without {missing[0]}"
+        raise ConfigurationError(f"{source}: {where(rank, len(seen))}: the row ends without {missing[0]}"
                                  f" ({len(missing)} missing); list every action of the call")
 
 
