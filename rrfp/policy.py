@@ -20,6 +20,7 @@ from rrfp.scheduler.validate import (
     check_forward_order,
     check_message_order,
     check_microbatch_order,
+    check_mixed_backwards,
     check_rows,
     replay,
 )
@@ -208,7 +209,7 @@ class Policy:
                 raise ConfigurationError(
                     f"--rrfp-hint {self.hint}: its function's row {rank} is no list of actions ({error});"
                     " return rows of tokens like 2F0") from error
-        check_rows(rows, _pipeline_of(rows, placement, microbatches, self.split), source=f"--rrfp-hint {self.hint}")
+        _check_list(self, rows, placement, microbatches)
         return rows
 
     @property
@@ -370,13 +371,13 @@ def _check_generator(policy: Policy, name: str | None) -> None:
 
 def _from_file(policy: Policy, placement: Placement, microbatches: int) -> Sequence[hints.Row]:
     """The file's rows, or what its generator makes where the file is for another number of microbatches."""
-    file, source = _read(policy.hint), f"--rrfp-hint {policy.hint}"
+    file = _read(policy.hint)
     if microbatches == file.microbatches:
-        check_rows(file.rows, _pipeline_of(file.rows, placement, microbatches, policy.split), source=source, where=file.where)
+        _check_list(policy, file.rows, placement, microbatches, where=file.where)
         return file.rows
     if file.generator is None:
         raise ConfigurationError(
-            f"{source}: is for {file.microbatches} microbatches, and this run has calls of {microbatches}; let a first line"
+            f"--rrfp-hint {policy.hint}: is for {file.microbatches} microbatches, and this run has calls of {microbatches}; let a first line"
             f" `# rrfp: generator=NAME` name the list for other numbers, or use a hint that exists for any, for example 1f1b")
     return replace(policy, hint=file.generator)._rows(placement, microbatches, {})
 
@@ -398,8 +399,16 @@ def _published(policy: Policy, placement: Placement, microbatches: int) -> Seque
     rows = lists.without_idle(published_steps(policy.hint, placement, microbatches))
     if policy.order != "free":
         rows = lists.in_microbatch_order(rows)
-    check_rows(rows, _pipeline_of(rows, placement, microbatches, policy.split), source=f"--rrfp-hint {policy.hint}")
+    _check_list(policy, rows, placement, microbatches)
     return rows
+
+
+def _check_list(policy: Policy, rows: Sequence[hints.Row], placement: Placement, microbatches: int, **where: Callable[[int, int], str]) -> None:
+    """What every list must be, in either mode."""
+    source = f"--rrfp-hint {policy.hint}"
+    check_rows(rows, _pipeline_of(rows, placement, microbatches, policy.split), source=source, **where)
+    if policy.order != "free":
+        check_mixed_backwards(rows, source=source)
 
 
 @lru_cache(maxsize=8)

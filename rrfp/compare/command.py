@@ -58,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
     compute = "simulated" if options.simulated else options.compute
     unit = unit_of(options.scenario, options.unit, costs[0])
-    settings = Settings(options.scenario, options.stages, options.microbatches, unit, tuple(seeds), options.lanes, compute, cores, load)
+    settings = Settings(options.scenario, options.stages, options.microbatches, unit, tuple(seeds), options.lanes, compute, cores, load,
+                        chunks, options.placement)
     with tempfile.TemporaryDirectory(prefix="rrfp-compare-") as scratch:
         out = options.out or (Path(scratch) if options.picture else None)
         if options.simulated:

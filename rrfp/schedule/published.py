@@ -26,12 +26,12 @@ def published_steps(name: str, placement: Placement, microbatches: int) -> list[
         ConfigurationError: for a placement or a number of microbatches that the list does not exist for, and where torch is not
             installed or of a release whose classes are others.
     """
-    chunks = check_placement(name, placement)
+    chunks, torch_class = check_placement(name, placement), _torch_class(name)
     try:
-        order = _torch_order(_torch_class(name), placement.ranks, chunks, microbatches)
+        order = _torch_order(torch_class, placement.ranks, chunks, microbatches)
         return [tuple(() if action is None else _cell(str(action)) for action in order[rank]) for rank in range(placement.ranks)]
     except ValueError as error:  # torch's own rules for these numbers
-        raise ConfigurationError(f"--rrfp-hint {name}: does not exist for {microbatches} microbatches on {placement.ranks} ranks of {chunks}"
+        raise ConfigurationError(f"--rrfp-hint {name}: does not exist for M = {microbatches} on {placement.ranks} ranks of {chunks}"
                                  f" chunks ({str(error).rstrip(".")}); use another number, or 1f1b, which exists for any") from None
     except (AttributeError, TypeError, KeyError, AssertionError) as error:
         raise _other_torch(name, f"{type(error).__name__}: {error}") from error

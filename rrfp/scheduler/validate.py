@@ -88,16 +88,36 @@ def _check_row(dependencies: Dependencies, row: Row, homes: Mapping[Action, int]
 
 
 def check_microbatch_order(rows: Sequence[Row], *, source: str) -> None:
-    """A strict list must keep microbatch order within a (stage, kind), unless the order is free."""
+    """A strict list must keep microbatch order within a (stage, kind), I and B counting as one, unless the order is free."""
+    if (found := next(_out_of_order(rows), None)) is not None:
+        rank, position, action, last = found
+        way_out = "--rrfp-order free, or --rrfp-mode ready" if action.kind == last.kind else "--rrfp-order free"
+        raise ConfigurationError(
+            f"{source}: rank {rank}, position {position}: {action} after {last} leaves microbatch order; use {way_out}")
+
+
+def check_mixed_backwards(rows: Sequence[Row], *, source: str) -> None:
+    """A list that runs some of a stage's backwards whole and splits others must have them in microbatch order, unless the order is free.
+
+    The two kinds are queues of their own, so microbatch order would not put one's before the other's: a gradient could be sent
+    before an earlier one that its receiver, in microbatch order, wants first, and hold the edge's credits.
+    """
+    for rank, position, action, last in _out_of_order(rows):
+        if action.kind != last.kind:
+            raise ConfigurationError(f"{source}: rank {rank}, position {position}: {action} after {last}: where whole and split backwards of a"
+                                     " stage mix, they must be in microbatch order; use --rrfp-order free")
+
+
+def _out_of_order(rows: Sequence[Row]) -> Iterator[tuple[int, int, Action, Action]]:
+    """(rank, position, action, the one before it of a larger microbatch), within a (stage, kind), I and B counting as one."""
     for rank, row in enumerate(rows):
         newest: dict[tuple[int, str], Action] = {}
         for position, action in enumerate(actions_of(row)):
-            last = newest.get((action.stage, action.kind))
-            if last is not None and last.microbatch > action.microbatch:
-                raise ConfigurationError(
-                    f"{source}: rank {rank}, position {position}: {action} after {last} leaves microbatch order;"
-                    " use --rrfp-order free, or --rrfp-mode ready")
-            newest[action.stage, action.kind] = action
+            key = action.stage, "B" if action.kind == "I" else action.kind
+            last = newest.setdefault(key, action)
+            if last.microbatch > action.microbatch:
+                yield rank, position, action, last
+            newest[key] = action
 
 
 def check_first_forward(rows: Sequence[Row], *, source: str) -> None:

@@ -61,7 +61,11 @@ class ListFile:
         """An action's place as a person finds it; `position` counts the row's actions from 0, one more is its end."""
         columns = self.columns[rank]
         column = columns[position] if position < len(columns) else columns[-1] + 1 if columns else 1
-        return f"line {self.lines[rank]}, column {column} (rank {rank}, position {position})"
+        return _place(self.lines[rank], column, rank, position)
+
+
+def _place(line: int, column: int, rank: int, position: int) -> str:
+    return f"line {line}, column {column}, rank {rank}, position {position}"
 
 
 def read(path: str | Path) -> list[Row]:
@@ -98,7 +102,7 @@ def read_file(path: str | Path, *, source: str | None = None) -> ListFile:
             try:
                 group = parse_cell(cell.strip())
             except ValueError as error:
-                raise ConfigurationError(f"{source}: line {number}, column {column} (rank {len(steps)}): {error}") from None
+                raise ConfigurationError(f"{source}: {_place(number, column, len(steps), len(columns))}: {error}") from None
             if isinstance(group, str):
                 left_out[group] += 1
                 continue
