@@ -6,7 +6,6 @@ from pathlib import Path
 
 from rrfp.errors import ConfigurationError
 from rrfp.outputs import check_file, check_picture
-from rrfp.placement import Placement
 from rrfp.schedule.plan import NAMES, Plan, plan_of
 from rrfp.schedule.table import figures, steps, timetable
 from rrfp.scheduler import lists
@@ -82,7 +81,7 @@ def _check(plan: Plan, options: argparse.Namespace) -> int:
     verdict += f", pending W {_each(pending)}" if plan.split else ""
     if (place := plan.out_of_order()) is not None:
         verdict += f"; leaves microbatch order ({place}), so strict mode needs --rrfp-order free"
-    if plan.placement != Placement.looped(plan.placement.ranks, max(1, plan.placement.stages // plan.placement.ranks)):
+    if not plan.looped:
         verdict += "; not for Megatron, which places chunks looped"
     print(verdict + _left_out(plan))
     return 0

@@ -49,6 +49,11 @@ class Plan:
         whole = lists.whole_backwards(self.rows) if self.split else ()
         return [chain(self.placement, rank, self.microbatches, split=self.split, whole=whole) for rank in range(self.placement.ranks)]
 
+    @property
+    def looped(self) -> bool:
+        """Whether its stages go round as Megatron places chunks."""
+        return self.placement == Placement.looped(self.placement.ranks, max(1, self.placement.stages // self.placement.ranks))
+
     def check(self) -> None:
         """Raises ConfigurationError that names the first entry that cannot run."""
         where = {} if self.file is None else {"where": self.file.where}
@@ -90,13 +95,13 @@ class Plan:
         placement = self.placement
         chunks = placement.stages / placement.ranks
         shape = "" if chunks == 1 else f" of {chunks:g} chunks"
-        if chunks > 1 and placement == Placement.v(placement.ranks, int(chunks)):
-            shape += " in a V"
-        elif placement != Placement.looped(placement.ranks, max(1, int(chunks))):
-            shape += f" (stages on ranks {' '.join(map(str, placement.owners))})"
+        if not self.looped:
+            v = placement == Placement.v(placement.ranks, max(1, int(chunks)))
+            shape += " in a V" if v else f" (stages on ranks {' '.join(map(str, placement.owners))})"
         parts = lists.whole_backwards(self.rows)
         backward = ("some backwards split into I and W" if parts else "backward split into I and W") if self.split else "backward whole"
-        return f"{placement.ranks} rank{'s' if placement.ranks > 1 else ''}{shape}, {self.microbatches} microbatch{'es' if self.microbatches > 1 else ''}, {backward}"
+        ranks = f"{placement.ranks} rank{'s' if placement.ranks > 1 else ''}{shape}"
+        return f"{ranks}, {self.microbatches} microbatch{'es' if self.microbatches > 1 else ''}, {backward}"
 
 
 def plan_of(

@@ -12,8 +12,8 @@ from rrfp.scheduler.dependencies import Dependencies, Task
 from rrfp.scheduler.hints import Row
 from rrfp.scheduler.lists import actions_of, interleaved_forwards
 
-
 Where = Callable[[int, int], str]
+"""What to call an action's place, given its rank and its position in the row, counted from 0."""
 
 
 def _position(rank: int, position: int) -> str:

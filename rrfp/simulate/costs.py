@@ -10,7 +10,6 @@ from rrfp.scheduler.lists.names import PUBLISHED, check_placement
 from rrfp.simulate.clock import Result, simulate
 from rrfp.simulate.scenarios import Draws, check_scenario, draw
 
-
 LAYOUTS = {"looped": Placement.looped, "v": Placement.v}
 
 

@@ -78,11 +78,11 @@ def test_show_of_what_cannot_run_says_so_and_shows_the_rows(capsys, tmp_path):
      "in flight 8/8/8/8, pending W 1/3/5/7; not for Megatron, which places chunks looped"),
     ("looped-bfs --ranks 2 --microbatches 4", "runs: 2 ranks of 2 chunks, 4 microbatches, backward whole; makespan 27, bubble 11.1%, in flight 8/8; "
      "leaves microbatch order (rank 0, position 9: 2B2 after 2B3), so strict mode needs --rrfp-order free"),
-    ("looped-bfs --ranks 2 --microbatches 4 --order microbatch", "runs: 2 ranks of 2 chunks, 4 microbatches, backward whole; makespan 27, bubble 11.1%, "
-     "in flight 8/8"),
+    ("looped-bfs --ranks 2 --microbatches 4 --order microbatch", "runs: 2 ranks of 2 chunks, 4 microbatches, backward whole; makespan 27, "
+     "bubble 11.1%, in flight 8/8"),
     ("1f1b --ranks 4 --microbatches 8 --limit eager", "runs: 4 ranks, 8 microbatches, backward whole; makespan 33, bubble 27.3%, in flight 7/5/3/1"),
-    ("gpipe --ranks 2 --microbatches 2 --split", "runs: 2 ranks, 2 microbatches, backward split into I and W; makespan 8, bubble 25.0%, in flight 2/2, "
-     "pending W 1/1"),
+    ("gpipe --ranks 2 --microbatches 2 --split", "runs: 2 ranks, 2 microbatches, backward split into I and W; makespan 8, bubble 25.0%, "
+     "in flight 2/2, pending W 1/1"),
     ("fill --ranks 2 --chunks 2 --microbatches 4", "runs: 2 ranks of 2 chunks, 4 microbatches, backward whole; makespan"),
     ("zb-h1 --ranks 2 --chunks 2 --microbatches 4", "cannot run: is a list for one chunk per rank, rank 0 has 2; use 1f1b"),
     ("dualpipe-v --ranks 2 --microbatches 3", "cannot run: does not exist for M = 3 on 2 ranks of 2 chunks (DualPipeV requires at least as many "

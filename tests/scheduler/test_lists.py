@@ -6,7 +6,7 @@ from rrfp.errors import ConfigurationError
 from rrfp.placement import Placement
 from rrfp.policy import Policy
 from rrfp.scheduler import chain
-from rrfp.scheduler.lists import actions_of, as_row, generate, interleaved_forwards
+from rrfp.scheduler.lists import actions_of, generate, interleaved_forwards
 from rrfp.scheduler.validate import check_microbatch_order, check_rows, replay
 
 

@@ -160,7 +160,7 @@ def test_whole_and_split_backwards_of_a_stage_stay_in_microbatch_order(mode, tmp
 
 # ---------------------------------------------------------------------- refusals
 @pytest.mark.parametrize("name, placement, message", [
-    ("zb-v", Placement.looped(2, 2), "is a list with a V placement .*this run's is looped: 2 chunks on each of 2 ranks; use .* for example --rrfp-hint 1f1b"),
+    ("zb-v", Placement.looped(2, 2), "is a list with a V placement .*this run's is looped: 2 chunks on each of 2 ranks; use .* --rrfp-hint 1f1b"),
     ("dualpipe-v", Placement.looped(4), "is a list with a V placement .*this run's is looped: 1 chunk on each of 4 ranks"),
     ("zb-v", Placement.v(2, 3), "is a list with a V placement .*this run's is a V of 3 chunks"),
     ("looped-bfs", Placement.v(2), "is a list for looped chunks .*this run's placement is a V of 2 chunks on each of 2 ranks; use 1f1b"),
