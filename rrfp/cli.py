@@ -1,4 +1,4 @@
-"""The command line: `rrfp doctor`, `trace`, `report`, `simulate`, `compare`, and `python -m rrfp [--cpu] SCRIPT ...` under torchrun."""
+"""The command line: `rrfp doctor`, `trace`, `report`, `simulate`, `compare`, `schedule`, and `python -m rrfp [--cpu] SCRIPT ...` under torchrun."""
 
 import importlib
 import os
@@ -14,6 +14,7 @@ COMMANDS = {
     "simulate": "rrfp.simulate.command",
     "compare": "rrfp.compare.command",
     "report": "rrfp.report.command",
+    "schedule": "rrfp.schedule.command",
 }
 
 

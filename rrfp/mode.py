@@ -36,8 +36,8 @@ def parse_mode(text: str) -> Policy:
             lanes = int(number)
         else:
             limit.append(word)
-    if hint not in BUILT_IN and Path(hint).is_file():
-        split = split or any(action.kind == "W" for row in lists.read(hint) for action in lists.actions_of(row))
+    if hint not in (*BUILT_IN, *lists.PUBLISHED) and Path(hint).is_file():
+        split = split or lists.read_file(hint).splits
     try:
         return Policy(hint=hint, mode=mode, limit=":".join(limit) or "1f1b", order=order, lanes=lanes, split=split)
     except ConfigurationError as error:

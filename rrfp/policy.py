@@ -20,6 +20,7 @@ from rrfp.scheduler.validate import (
     check_forward_order,
     check_message_order,
     check_microbatch_order,
+    check_mixed_backwards,
     check_rows,
     replay,
 )
@@ -27,7 +28,7 @@ from rrfp.simulate.clock import drive
 
 RULES = ("announced", "bf", "fb", "b-first", "f-first", "alt", "fill", "fill-alt", "bfw", "fill-r")
 BUILT_IN = (*RULES, *lists.LISTS)
-SPLIT_ONLY = ("bfw", "fill-r", "zb-h1", "zb-h2")
+SPLIT_ONLY = ("bfw", "fill-r", "zb-h1", "zb-h2", *(name for name, each in lists.PUBLISHED.items() if each.split))
 UNIT_DURATIONS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 
@@ -60,7 +61,7 @@ def register_hint(name: str, fn: HintFunction) -> None:
     Raises:
         ConfigurationError: if the name is taken by a built-in.
     """
-    if name in RULES or name in lists.LISTS:
+    if name in (*BUILT_IN, *lists.PUBLISHED):
         raise ConfigurationError(f"register_hint {name}: is a built-in hint; choose another name")
     _registered[name] = fn
 
@@ -97,8 +98,8 @@ class Policy:
         check_limit(self.limit)
         if self.lanes < 1:
             raise ConfigurationError(f"--rrfp-lanes {self.lanes}: must be at least 1; use 1 for one FIFO per edge")
-        if not (self.hint in RULES or self.hint in lists.LISTS or self.hint in _registered or Path(self.hint).is_file()):
-            names = ", ".join(name for name in (*RULES, *lists.LISTS, *_registered) if self.split or name not in SPLIT_ONLY)
+        if self._is_file and not Path(self.hint).is_file():
+            names = ", ".join(name for name in (*BUILT_IN, *lists.PUBLISHED, *_registered) if self.split or name not in SPLIT_ONLY)
             raise ConfigurationError(
                 f"--rrfp-hint {self.hint}: is neither a hint nor a file; use one of {names}, or a CSV file's path")
         if self.hint in SPLIT_ONLY and not self.split:
@@ -107,7 +108,7 @@ class Policy:
                 f"`rrfp simulate --modes ready:{self.hint}:2p-1`); use fill-alt or 1f1b")
         if self._is_file:
             object.__setattr__(self, "hint", str(Path(self.hint).resolve()))  # whatever directory the run changes to
-            _read(self.hint)
+            _check_generator(self, _read(self.hint).generator)
         if self.max_pending_w is not None and (not self.split or self.max_pending_w < 1):
             raise ConfigurationError(
                 f"max_pending_w {self.max_pending_w}: must be at least 1, with a split backward; use None for no bound")
@@ -173,10 +174,10 @@ class Policy:
             check_microbatch_order(rows, source=source)
         else:
             check_first_forward(rows, source=source)
-            check_message_order(rows, _pipeline(placement, microbatches, self.split), source=source)
+            check_message_order(rows, _pipeline_of(rows, placement, microbatches, self.split), source=source)
         if self.order == "megatron":
             check_forward_order(rows, placement, microbatches, source=source)
-        outcome = replay(rows, _pipeline(placement, microbatches, self.split))
+        outcome = replay(rows, _pipeline_of(rows, placement, microbatches, self.split))
         for rank, (need, limit) in enumerate(zip(outcome.peak, self.limits(placement, microbatches), strict=True)):
             stage, pending = placement.stages_of(rank)[0], outcome.peak_pending[rank]
             if need > limit:
@@ -208,12 +209,12 @@ class Policy:
                 raise ConfigurationError(
                     f"--rrfp-hint {self.hint}: its function's row {rank} is no list of actions ({error});"
                     " return rows of tokens like 2F0") from error
-        check_rows(rows, _pipeline(placement, microbatches, self.split), source=f"--rrfp-hint {self.hint}")
+        _check_list(self, rows, placement, microbatches)
         return rows
 
     @property
     def _is_file(self) -> bool:
-        return not (self.hint in RULES or self.hint in lists.LISTS or self.hint in _registered)
+        return not (self.hint in BUILT_IN or self.hint in lists.PUBLISHED or self.hint in _registered)
 
     # -- the scheduler -------------------------------------------------------------------------------------------------
 
@@ -244,17 +245,18 @@ class Policy:
         """
         self._check_shape(placement, microbatches)
         strict = self.mode == "strict"
-        if strict and not forward_only and not first_trainable:
-            dependencies = _pipeline(placement, microbatches, self.split)[rank]  # its list was checked against them
-        else:
-            dependencies = chain(
-                placement, rank, microbatches, forward_only=forward_only, split=self.split, first_trainable=first_trainable)
-        if self.order == "free":
-            dependencies = first_forward_first(dependencies)
         if strict:
             rows = self.list_for(placement, microbatches, measured=measured)
         else:
             rows = self._rows(placement, microbatches, measured or {})
+        if strict and not forward_only and not first_trainable:
+            dependencies = _pipeline_of(rows, placement, microbatches, self.split)[rank]  # its list was checked against them
+        else:
+            whole = _whole(rows, self.split)
+            dependencies = chain(placement, rank, microbatches, forward_only=forward_only, split=self.split, whole=whole,
+                                 first_trainable=first_trainable)
+        if self.order == "free":
+            dependencies = first_forward_first(dependencies)
         row = None if rows is None else _only(rows[rank], dependencies)
         forwards = ()
         if len(dependencies.stages) > 1 and not strict:
@@ -313,8 +315,8 @@ class Policy:
     def _digest(self, placement: Placement, microbatches: int, rows: Sequence[hints.Row] | None) -> str:
         """Equal on two ranks exactly if they follow the same policy and rows: to be compared across ranks."""
         text = repr((self, placement.owners, microbatches))
-        if self.adapts or self._is_file:
-            # Built-in lists follow from the line above.
+        if self.adapts or self._is_file or self.hint in lists.PUBLISHED:
+            # Built-in lists follow from the line above; what torch makes may differ from release to release.
             text += "\n".join(",".join(map(lists.token, row)) for row in rows)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -337,14 +339,47 @@ def _reaches(shape: str, policy: Policy, placement: Placement, microbatches: int
 
 
 @lru_cache(maxsize=8)
-def _pipeline(placement: Placement, microbatches: int, split: bool) -> list[Dependencies]:
-    return [chain(placement, rank, microbatches, split=split) for rank in range(placement.ranks)]
+def _pipeline(placement: Placement, microbatches: int, split: bool, whole: frozenset[tuple[int, int]] = frozenset()) -> list[Dependencies]:
+    return [chain(placement, rank, microbatches, split=split, whole=whole) for rank in range(placement.ranks)]
+
+
+def _whole(rows: Sequence[hints.Row] | None, split: bool) -> frozenset[tuple[int, int]]:
+    """The backwards that a list runs whole although the others are split."""
+    return lists.whole_backwards(rows) if split and rows is not None else frozenset()
+
+
+def _pipeline_of(rows: Sequence[hints.Row] | None, placement: Placement, microbatches: int, split: bool) -> list[Dependencies]:
+    """The dependencies of every rank under a list, which says of each backward whether it is split."""
+    return _pipeline(placement, microbatches, split, _whole(rows, split))
 
 
 @cache
-def _read(path: str) -> list[hints.Row]:
+def _read(path: str) -> lists.ListFile:
     """A hint file is read once in a process, when the policy is made: what all ranks agreed on cannot change under a run."""
-    return lists.read(path)
+    return lists.read_file(path)
+
+
+def _check_generator(policy: Policy, name: str | None) -> None:
+    """Refuses a file that names a hint which makes no list, or none under this policy."""
+    if name is None:
+        return
+    if not (name in lists.LISTS or name in lists.PUBLISHED or name in _registered):
+        raise ConfigurationError(f"--rrfp-hint {policy.hint}: its line generator={name} names no list; name one of"
+                                 f" {', '.join((*lists.LISTS, *lists.PUBLISHED, *_registered))}")
+    replace(policy, hint=name)
+
+
+def _from_file(policy: Policy, placement: Placement, microbatches: int) -> Sequence[hints.Row]:
+    """The file's rows, or what its generator makes where the file is for another number of microbatches."""
+    file = _read(policy.hint)
+    if microbatches == file.microbatches:
+        _check_list(policy, file.rows, placement, microbatches, where=file.where)
+        return file.rows
+    if file.generator is None:
+        raise ConfigurationError(
+            f"--rrfp-hint {policy.hint}: is for {file.microbatches} microbatches, and this run has calls of {microbatches}; let a first line"
+            f" `# rrfp: generator=NAME` name the list for other numbers, or use a hint that exists for any, for example 1f1b")
+    return replace(policy, hint=file.generator)._rows(placement, microbatches, {})
 
 
 @lru_cache(maxsize=8)
@@ -353,9 +388,27 @@ def _ready_rows(policy: Policy, placement: Placement, microbatches: int) -> Sequ
         return _built_in(policy, placement, microbatches)
     if policy.hint in RULES:
         return None
-    rows = _read(policy.hint)
-    check_rows(rows, _pipeline(placement, microbatches, policy.split), source=f"--rrfp-hint {policy.hint}")
+    if policy.hint in lists.PUBLISHED:
+        return _published(policy, placement, microbatches)
+    return _from_file(policy, placement, microbatches)
+
+
+def _published(policy: Policy, placement: Placement, microbatches: int) -> Sequence[hints.Row]:
+    from rrfp.schedule.published import published_steps  # which imports torch when it is asked
+
+    rows = lists.without_idle(published_steps(policy.hint, placement, microbatches))
+    if policy.order != "free":
+        rows = lists.in_microbatch_order(rows)
+    _check_list(policy, rows, placement, microbatches)
     return rows
+
+
+def _check_list(policy: Policy, rows: Sequence[hints.Row], placement: Placement, microbatches: int, **where: Callable[[int, int], str]) -> None:
+    """What every list must be, in either mode."""
+    source = f"--rrfp-hint {policy.hint}"
+    check_rows(rows, _pipeline_of(rows, placement, microbatches, policy.split), source=source, **where)
+    if policy.order != "free":
+        check_mixed_backwards(rows, source=source)
 
 
 @lru_cache(maxsize=8)
@@ -401,7 +454,7 @@ def _built_in(policy: Policy, placement: Placement, microbatches: int) -> list[h
 def _fits(policy: Policy, placement: Placement, microbatches: int) -> bool:
     """Whether the hint's list runs within the limits of every rank."""
     rows = _ready_rows(policy, placement, microbatches)
-    needs = replay(rows, _pipeline(placement, microbatches, policy.split)).peak
+    needs = replay(rows, _pipeline_of(rows, placement, microbatches, policy.split)).peak
     limits = policy.limits(placement, microbatches)
     return not is_paper(policy.limit) and all(need <= limit for need, limit in zip(needs, limits, strict=True))
 

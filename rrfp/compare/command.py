@@ -14,7 +14,7 @@ from rrfp.compare.results import Settings, as_json, summarise, table
 from rrfp.errors import ConfigurationError
 from rrfp.outputs import check_file, check_picture, make_directory
 from rrfp.simulate.bounds import lower_bound
-from rrfp.simulate.costs import Costs, from_scenario, unit_of
+from rrfp.simulate.costs import LAYOUTS, Costs, from_scenario, unit_of
 from rrfp.values import above_zero, at_least_one, parse_seeds
 
 DEFAULT_MODES = ("megatron-1f1b", "strict:1f1b:1f1b", "ready:announced:1f1b", "ready:alt:2p", "ready:fill-r:2p-1")
@@ -36,12 +36,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     texts = [*causes, *beside, *(options.modes or (() if options.explain else DEFAULT_MODES))]
     modes = measure.parse_modes(texts, lanes=1 if options.explain else options.lanes)
     for mode in modes.values():
+        if isinstance(mode, str) and ((options.chunks or 1) > 1 or options.placement == "v"):
+            raise ConfigurationError(f"--modes {mode}: runs one stage per process, and this comparison has several (--chunks, --placement);"
+                                     " leave the mode out, and name others with --modes")
         if isinstance(mode, str) and not options.simulated:
             check_baseline(mode, stages=options.stages, microbatches=options.microbatches)
         elif isinstance(mode, str) and mode != "megatron-1f1b":
             raise ConfigurationError(f"--modes {mode}: is not modelled by --simulated; leave one of the two out")
     seeds = _seeds(options)
-    costs = [from_scenario(options.scenario, stages=options.stages, microbatches=options.microbatches, unit=options.unit, seed=seed)
+    chunks = options.chunks or (2 if options.placement == "v" else 1)
+    costs = [from_scenario(options.scenario, stages=options.stages * chunks, microbatches=options.microbatches, unit=options.unit / chunks,
+                           seed=seed, chunks=chunks, layout=options.placement)
              for seed in seeds]
     longest = max(max(each.durations.values()) + max(each.delays.values(), default=0.0) for each in costs)
     if longest >= options.timeout and not options.simulated:
@@ -53,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
     compute = "simulated" if options.simulated else options.compute
     unit = unit_of(options.scenario, options.unit, costs[0])
-    settings = Settings(options.scenario, options.stages, options.microbatches, unit, tuple(seeds), options.lanes, compute, cores, load)
+    settings = Settings(options.scenario, options.stages, options.microbatches, unit, tuple(seeds), options.lanes, compute, cores, load,
+                        chunks, options.placement)
     with tempfile.TemporaryDirectory(prefix="rrfp-compare-") as scratch:
         out = options.out or (Path(scratch) if options.picture else None)
         if options.simulated:
@@ -137,6 +143,10 @@ def _say(line: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rrfp compare", description=__doc__.split(": ", 1)[1])
     parser.add_argument("--stages", type=int, required=True, metavar="P", help="pipeline stages, one process each")
+    parser.add_argument("--chunks", type=at_least_one, metavar="C",
+                        help="stages per process, each 1/C of the unit, for RRFP's modes (default 1; 2 in a V)")
+    parser.add_argument("--placement", choices=tuple(LAYOUTS), default="looped",
+                        help="how chunks go round: looped (default), or v for lists of ZB-V and DualPipeV")
     parser.add_argument("--microbatches", type=at_least_one, required=True, metavar="M", help="microbatches per iteration")
     parser.add_argument("--scenario", required=True, metavar="NAME", help="how long actions take and how late messages are "
                         "(docs/scenarios.md): a scenario, J0 to J3, or a JSON file")

@@ -115,13 +115,14 @@ class Stage:
         lanes: FIFO lanes per edge.
         credits: messages per edge that may be under way or not yet consumed.
         work: spends the actions' seconds.
+        placement: which rank has which stages; default: each has one.
     """
 
     def __init__(
         self, rank: int, ranks: int, directory: str, *, start_deadline: float, call_timeout: float, lanes: int = 1, credits: int = 4,
-        work: Work | None = None,
+        work: Work | None = None, placement: Placement | None = None,
     ):
-        self.rank, self.placement, self.work = rank, Placement.looped(ranks), work or Sleep()
+        self.rank, self.placement, self.work = rank, placement or Placement.looped(ranks), work or Sleep()
         self._job: Job | None = None
         tasks = chain(self.placement, rank, 1).tasks.values()
         self._transport = ZmqTransport(
@@ -131,7 +132,7 @@ class Stage:
             namespace=f"rrfp-lanes{lanes}", delay=lambda edge, microbatch: self._job.delay(edge, microbatch))
         self._recorders = Recorders(rank, ranks)
         self._engine = Engine(rank=rank, owner=self.placement.rank_of, transport=self._transport, agreement=Solo(),
-                              recorder=Recorder(rank=rank, stages=(rank,), directory=None), timeout=call_timeout)
+                              recorder=Recorder(rank=rank, stages=self.placement.stages_of(rank), directory=None), timeout=call_timeout)
         self._transport.open(self._engine.post, deadline=start_deadline)
         self._durations: dict[str, dict[str, float]] = {}
 
@@ -142,7 +143,7 @@ class Stage:
         scheduler = policy.scheduler(
             self.placement, self.rank, job.microbatches, durations=self._durations.get(name))
         executor = WorkExecutor(job.duration, work=self.work, release=self._transport.release, nbytes=job.nbytes)
-        self._engine.recorder = recorder = self._recorders.of(job, (self.rank,))
+        self._engine.recorder = recorder = self._recorders.of(job, self.placement.stages_of(self.rank))
 
         def go():
             self._engine.run(scheduler, executor, announce=policy.announces, microbatches=job.microbatches)

@@ -95,20 +95,21 @@ def measure(
     Raises:
         RuntimeError: a rank failed, with its traceback.
     """
-    stages, microbatches, placement = costs[0].stages, costs[0].microbatches, costs[0].placement
+    microbatches, placement = costs[0].microbatches, costs[0].placement
     policies = [mode for mode in modes.values() if isinstance(mode, Policy)]
     # A message that waits for a credit is not on its way: as many credits as activations can be in flight.
     credits = max((n for policy in policies for n in policy.limits(placement, microbatches)), default=1)
     baselines = make_baselines(mode for mode in modes.values() if isinstance(mode, str))
-    make = partial(Contenders, lanes=sorted({policy.lanes for policy in policies}), credits=credits, baselines=baselines, work=work)
+    make = partial(Contenders, lanes=sorted({policy.lanes for policy in policies}), credits=credits, baselines=baselines, work=work,
+                   placement=placement)
     runs: dict[str, list[Outcome]] = {name: [] for name in modes}
     names = list(modes)
-    with Group(stages, stage=make, call_timeout=call_timeout) as group:
-        progress(f"{stages} processes are up")
+    with Group(placement.ranks, stage=make, call_timeout=call_timeout) as group:
+        progress(f"{placement.ranks} processes are up")
         for mode in modes.values():  # connections, buffers, first allocations
-            # A few microbatches will do, but a hint's file is for one number of them.
+            # A few microbatches will do, but a file is for one number of them, and published lists do not exist for any.
             whole = isinstance(mode, Policy) and mode.hint not in BUILT_IN
-            group.run(Job(mode, microbatches if whole else min(microbatches, stages), costs[0].durations))
+            group.run(Job(mode, microbatches if whole else min(microbatches, placement.ranks), costs[0].durations))
         for repeat, each in enumerate(costs):
             lasts = sum(each.durations.values()) + sum(each.delays.values())  # more than one action after another
             turn = repeat % len(names)

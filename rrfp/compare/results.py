@@ -18,7 +18,7 @@ _TITLES = {"compute": "compute", "F": "wait F", "B": "wait B", "W": "wait W"}
 
 @dataclass(frozen=True)
 class Settings:
-    """What was compared. Seconds; `seeds`: one per repeat."""
+    """What was compared. Seconds; `seeds`: one per repeat; `stages`: processes, each with `chunks` stages laid out as `layout` says."""
 
     scenario: str
     stages: int
@@ -31,6 +31,8 @@ class Settings:
     cores: int = 1
     load: float = 0.0
     """The machine's load average before the comparison began: other work on it."""
+    chunks: int = 1
+    layout: str = "looped"
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def summarise(
             peaks=tuple(max(peaks) for peaks in zip(*(outcome.peaks for outcome in outcomes), strict=True)),
             shares=shares(outcomes),
             overruns=sum(outcome.overruns for outcome in outcomes),
-            actions=kinds * settings.stages * settings.microbatches * len(outcomes),
+            actions=kinds * settings.stages * settings.chunks * settings.microbatches * len(outcomes),
         ))
     known = [pair[1] for pair in bounds if pair[1] is not None]
     return Comparison(settings, median(pair[0] for pair in bounds), median(known) if known else None, tuple(rows))
@@ -144,6 +146,8 @@ def as_json(comparison: Comparison) -> dict:
     return {
         "scenario": settings.scenario,
         "stages": settings.stages,
+        "chunks": settings.chunks,
+        "placement": settings.layout,
         "microbatches": settings.microbatches,
         "unit_s": settings.unit,
         "seeds": list(settings.seeds),
@@ -200,7 +204,10 @@ def heading(settings: Settings) -> list[str]:
     seeds = sorted(set(settings.seeds))
     named = f"seeds {seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"seed {seeds[0]}"
     lanes = f"{settings.lanes} lane{'s' * (settings.lanes > 1)} unless a mode says otherwise"
-    what = (f"{settings.scenario}: {settings.stages} stages, {settings.microbatches} microbatches, unit {settings.unit * 1e3:.3g} ms, "
+    stages = f"{settings.stages} stages"
+    if settings.chunks > 1:
+        stages = f"{settings.stages} ranks of {settings.chunks} chunks{' in a V' if settings.layout == 'v' else ''}"
+    what = (f"{settings.scenario}: {stages}, {settings.microbatches} microbatches, unit {settings.unit * 1e3:.3g} ms, "
             f"{len(settings.seeds)} repeats ({named}), {lanes}")
     return [what, how + machine]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from rrfp.errors import ConfigurationError
 from rrfp.megatron.padding import LEVELS, parse_scenario
 from rrfp.policy import Policy, register_hint
+from rrfp.scheduler.lists import PUBLISHED, read_file
 from rrfp.tp_coord.agreement import KINDS
 
 SCHEDULES = ("1f1b", "rrfp")
@@ -63,6 +64,10 @@ class Options:
             raise ConfigurationError(
                 f"--rrfp-inject {self.inject} with --rrfp-emulate {self.emulate}: injected jitter comes on top of real compute, which "
                 "emulated durations hide; give one of the two")
+        if self.hint in PUBLISHED and PUBLISHED[self.hint].v:
+            raise ConfigurationError(
+                f"--rrfp-hint {self.hint}: is a list with a V placement (stages s and 2P-1-s on one rank), and Megatron places chunks looped; use"
+                f" a list for that, for example 1f1b, or try it on emulated stages (`rrfp simulate --placement v --modes strict:{self.hint}:2p`)")
         _register(self.hint)
         policy = Policy(hint=self.hint, mode=self.mode, limit=str(self.limit), order=self.order, lanes=self.lanes)
         object.__setattr__(self, "policy", policy)
@@ -74,9 +79,14 @@ class Options:
 
 
 def _register(hint: str) -> None:
-    """`module:function` names a hint function where it can be imported: registered under that name (`rrfp.register_hint`)."""
+    """`module:function` names a hint function where it can be imported: registered under that name (`rrfp.register_hint`).
+
+    So may the generator that a file names.
+    """
+    if Path(hint).is_file():
+        hint = read_file(hint).generator or ""
     module, colon, name = hint.partition(":")
-    if not colon or Path(hint).is_file():
+    if not colon:
         return
     try:
         function = getattr(importlib.import_module(module), name)

@@ -3,7 +3,7 @@
 The scheduler reads nothing else. `chain` builds it for a chain of stages; a program, or a test, may build any other graph.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 
 from rrfp.action import Action, Edge
@@ -49,6 +49,7 @@ def chain(
     *,
     forward_only: bool = False,
     split: bool = False,
+    whole: Container[tuple[int, int]] = (),
     first_trainable: int = 0,
 ) -> Dependencies:
     """The tasks of `rank` when stages form a chain: activations go up it, gradients come back down.
@@ -57,16 +58,19 @@ def chain(
         microbatches: how many run in the call, 0..M-1.
         forward_only: no backward at all, so no activation is held.
         split: the backward runs as I (input gradient, sends) and W (weight gradient, gives the slot back).
+        whole: (stage, microbatch) of backwards that run as B although `split`.
         first_trainable: stages below it have no backward and hold no activation; no gradient is sent to them.
     """
     last = placement.stages - 1
-    backward = "I" if split else "B"
     tasks: dict[Action, Task] = {}
 
     def link(source: int, destination: int) -> tuple[Edge, ...]:
         # A neighbour on the same rank is a local hand-off: a predecessor, not a message.
         exists = 0 <= min(source, destination) and max(source, destination) <= last
         return (Edge(source, destination),) if exists and placement.rank_of(source) != placement.rank_of(destination) else ()
+
+    def splits(stage: int, microbatch: int) -> bool:
+        return split and (stage, microbatch) not in whole
 
     def is_local(stage: int) -> bool:
         return 0 <= stage <= last and placement.rank_of(stage) == rank
@@ -82,10 +86,11 @@ def chain(
             tasks[forward] = Task(forward, (Action("F", s - 1, m),) if below else (), from_below, to_above, 1 if trains else 0, 0)
             if not trains:
                 continue
-            gradient = Action(backward, s, m)
-            after = (forward, Action(backward, s + 1, m)) if above else (forward,)
-            tasks[gradient] = Task(gradient, after, from_above, to_below, 0 if split else -1, 1 if split else 0)
-            if split:
+            parts = splits(s, m)
+            gradient = Action("I" if parts else "B", s, m)
+            after = (forward, Action("I" if splits(s + 1, m) else "B", s + 1, m)) if above else (forward,)
+            tasks[gradient] = Task(gradient, after, from_above, to_below, 0 if parts else -1, 1 if parts else 0)
+            if parts:
                 weight = Action("W", s, m)
                 tasks[weight] = Task(weight, (gradient,), (), (), -1, -1)
     return Dependencies(rank, placement.stages_of(rank), tasks)

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rrfp.action import Action, Edge
@@ -12,28 +12,36 @@ from rrfp.scheduler.dependencies import Dependencies, Task
 from rrfp.scheduler.hints import Row
 from rrfp.scheduler.lists import actions_of, interleaved_forwards
 
+Where = Callable[[int, int], str]
+"""What to call an action's place, given its rank and its position in the row, counted from 0."""
 
-def check_rows(rows: Sequence[Row], pipeline: Sequence[Dependencies], *, source: str) -> None:
+
+def _position(rank: int, position: int) -> str:
+    return f"rank {rank}, position {position}"
+
+
+def check_rows(rows: Sequence[Row], pipeline: Sequence[Dependencies], *, source: str, where: Where = _position) -> None:
     """Every expected action exactly once, on its own rank, after what it needs there, and no deadlock across ranks.
 
     Args:
         rows: one row per rank.
         pipeline: the dependencies of every rank.
         source: what to call the list in a refusal, for example `--rrfp-hint zb.csv`.
+        where: what to call an action's place, given rank and position; a file's names line and column.
 
     Raises:
-        ConfigurationError: naming rank, position and token.
+        ConfigurationError: naming the place and the token.
     """
     if len(rows) != len(pipeline):
         raise ConfigurationError(f"{source}: has {len(rows)} rows for {len(pipeline)} ranks; write one row per rank")
     homes = {action: dependencies.rank for dependencies in pipeline for action in dependencies.tasks}
     _check_placement(rows, {action.stage: rank for action, rank in homes.items()}, source)
     for dependencies, row in zip(pipeline, rows, strict=True):
-        _check_row(dependencies, row, homes, source)
+        _check_row(dependencies, row, homes, source, where)
     stuck = replay(rows, pipeline).stuck
     if stuck:
-        where = ", ".join(f"rank {rank} at position {position} ({action})" for rank, position, action in stuck)
-        raise ConfigurationError(f"{source}: deadlocks: {where} wait for each other; reorder these rows")
+        places = " and ".join(f"{action} at {where(rank, position)}" for rank, position, action in stuck)
+        raise ConfigurationError(f"{source}: deadlocks: {places} wait for each other; reorder these rows")
 
 
 def _check_placement(rows: Sequence[Row], homes: Mapping[int, int], source: str) -> None:
@@ -53,40 +61,63 @@ def _check_placement(rows: Sequence[Row], homes: Mapping[int, int], source: str)
             " use a list for this run's placement, for example --rrfp-hint 1f1b, or a rule, for example --rrfp-hint announced")
 
 
-def _check_row(dependencies: Dependencies, row: Row, homes: Mapping[Action, int], source: str) -> None:
+def _check_row(dependencies: Dependencies, row: Row, homes: Mapping[Action, int], source: str, where: Where) -> None:
     rank, seen = dependencies.rank, {}
     for position, action in enumerate(actions_of(row)):
-        where = f"{source}: rank {rank}, position {position}: {action}"
+        here = f"{source}: {where(rank, position)}: {action}"
         if action in seen:
-            raise ConfigurationError(f"{where} stands at position {seen[action]} already; each action is listed once")
+            raise ConfigurationError(f"{here} stands at position {seen[action]} already; each action is listed once")
         if action not in dependencies.tasks:
             home = homes.get(action)
             why = f"belongs to rank {home}"
             if home is None:
                 why = "is no action of this call (stage, microbatch and kind must exist)"
-            raise ConfigurationError(f"{where} {why}; remove it")
+            if action.kind in ("I", "W") and action._replace(kind="B") in dependencies.tasks:
+                raise ConfigurationError(f"{here} is half of a split backward, and this run's is whole; split it, or write"
+                                         f" {action._replace(kind='B')}")
+            raise ConfigurationError(f"{here} {why}; remove it")
         for before in dependencies.tasks[action].after:
             # A tie counts as order: what it needs must stand earlier, or in the same group, but before it.
             if before not in seen:
-                raise ConfigurationError(f"{where} stands before {before}, which it needs; list {before} first")
+                raise ConfigurationError(f"{here} stands before {before}, which it needs; list {before} first")
         seen[action] = position
     missing = [action for action in dependencies.tasks if action not in seen]
     if missing:
-        raise ConfigurationError(f"{source}: rank {rank}, position {len(seen)}: the row ends without {missing[0]}"
+        raise ConfigurationError(f"{source}: {where(rank, len(seen))}: the row ends without {missing[0]}"
                                  f" ({len(missing)} missing); list every action of the call")
 
 
 def check_microbatch_order(rows: Sequence[Row], *, source: str) -> None:
-    """A strict list must keep microbatch order within a (stage, kind), unless the order is free."""
+    """A strict list must keep microbatch order within a (stage, kind), I and B counting as one, unless the order is free."""
+    if (found := next(_out_of_order(rows), None)) is not None:
+        rank, position, action, last = found
+        way_out = "--rrfp-order free, or --rrfp-mode ready" if action.kind == last.kind else "--rrfp-order free"
+        raise ConfigurationError(
+            f"{source}: rank {rank}, position {position}: {action} after {last} leaves microbatch order; use {way_out}")
+
+
+def check_mixed_backwards(rows: Sequence[Row], *, source: str) -> None:
+    """A list that runs some of a stage's backwards whole and splits others must have them in microbatch order, unless the order is free.
+
+    The two kinds are queues of their own, so microbatch order would not put one's before the other's: a gradient could be sent
+    before an earlier one that its receiver, in microbatch order, wants first, and hold the edge's credits.
+    """
+    for rank, position, action, last in _out_of_order(rows):
+        if action.kind != last.kind:
+            raise ConfigurationError(f"{source}: rank {rank}, position {position}: {action} after {last}: where whole and split backwards of a"
+                                     " stage mix, they must be in microbatch order; use --rrfp-order free")
+
+
+def _out_of_order(rows: Sequence[Row]) -> Iterator[tuple[int, int, Action, Action]]:
+    """(rank, position, action, the one before it of a larger microbatch), within a (stage, kind), I and B counting as one."""
     for rank, row in enumerate(rows):
         newest: dict[tuple[int, str], Action] = {}
         for position, action in enumerate(actions_of(row)):
-            last = newest.get((action.stage, action.kind))
-            if last is not None and last.microbatch > action.microbatch:
-                raise ConfigurationError(
-                    f"{source}: rank {rank}, position {position}: {action} after {last} leaves microbatch order;"
-                    " use --rrfp-order free, or --rrfp-mode ready")
-            newest[action.stage, action.kind] = action
+            key = action.stage, "B" if action.kind == "I" else action.kind
+            last = newest.setdefault(key, action)
+            if last.microbatch > action.microbatch:
+                yield rank, position, action, last
+            newest[key] = action
 
 
 def check_first_forward(rows: Sequence[Row], *, source: str) -> None:

@@ -15,7 +15,7 @@ from rrfp.outputs import check_file, check_picture
 from rrfp.policy import Policy
 from rrfp.simulate.bounds import lower_bound, tight_bound
 from rrfp.simulate.clock import Result
-from rrfp.simulate.costs import Costs, from_scenario, unit_of
+from rrfp.simulate.costs import LAYOUTS, Costs, from_scenario, unit_of
 from rrfp.simulate.rendezvous import check_modelled, simulate_megatron_1f1b
 from rrfp.simulate.scenarios import CALM, LEVELS, SCENARIOS, check_scenario
 from rrfp.simulate.timeline import timeline_of, waits_of
@@ -79,8 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     what = parser.add_argument_group("the call")
     what.add_argument("--stages", type=at_least_one, metavar="P", help="ranks in the pipeline (default 8; from a trace: its own)")
     what.add_argument("--microbatches", type=at_least_one, metavar="M", help="default 32; from a trace: its own")
-    what.add_argument("--chunks", type=at_least_one, default=1, metavar="C",
-                      help="stages per rank, interleaved as Megatron does; each costs 1/C of the unit")
+    what.add_argument("--chunks", type=at_least_one, metavar="C", help="stages per rank; each costs 1/C of the unit (default 1; 2 in a V)")
+    what.add_argument("--placement", choices=tuple(LAYOUTS), default="looped",
+                      help="how chunks go round: looped as Megatron interleaves them (default), or v for lists of ZB-V and DualPipeV")
     what.add_argument("--scenario", "--costs", nargs="+", metavar="NAME",
                       help=f"default uniform; {', '.join((*SCENARIOS, *LEVELS))}, a JSON file of your own, or all; several make a table of ratios")
     what.add_argument("--unit", type=above_zero, default=0.02, metavar="SECONDS", help="mean seconds of a rank's forward (default 0.02)")
@@ -126,8 +127,11 @@ def _run(options: argparse.Namespace) -> None:
         check_scenario(name)
     if options.call is not None and not options.trace:
         raise ConfigurationError(f"--call {options.call}: picks a call of a trace; name it with --trace DIR")
-    if options.trace and options.chunks > 1:
+    if options.trace and (options.chunks or 1) > 1:
         raise ConfigurationError(f"--chunks {options.chunks}: the trace says how many stages a rank has; leave the option out")
+    if options.trace and options.placement != "looped":
+        raise ConfigurationError(f"--placement {options.placement}: the trace says which rank has which stage; leave the option out")
+    options.chunks = options.chunks or (2 if options.placement == "v" else 1)
     if options.memory_bound and not options.search:
         raise ConfigurationError(f"--memory-bound {options.memory_bound}: is what --search keeps to; add --search, or use --limit")
     if len(names) > 1:
@@ -154,7 +158,7 @@ def _costs(options: argparse.Namespace, scenario: str) -> list[Costs]:
     if options.trace is None:
         ranks, microbatches = options.stages or 8, options.microbatches or 32
         return [from_scenario(scenario, stages=ranks * options.chunks, microbatches=microbatches, unit=options.unit / options.chunks,
-                              seed=seed, chunks=options.chunks) for seed in options.seeds]
+                              seed=seed, chunks=options.chunks, layout=options.placement) for seed in options.seeds]
     from rrfp.simulate.measured import from_trace
 
     costs = from_trace(options.trace, call=options.call)
@@ -262,12 +266,16 @@ def _shares(result: Result) -> dict[str, float]:
 
 
 def _heading(options: argparse.Namespace, costs: Costs, scenario: str) -> str:
-    chunks = f" of {costs.chunks} chunks" if costs.chunks > 1 else ""
+    chunks = _chunks(costs)
     what = f"{costs.placement.ranks} ranks{chunks}, {costs.microbatches} microbatches, "
     if options.trace:
         return what + f"as traced in {options.trace}"
     seeds = f"seed {options.seeds[0]}" if len(options.seeds) == 1 else f"medians of seeds {options.seeds[0]} to {options.seeds[-1]}"
     return what + f"scenario {scenario}, forward {unit_of(scenario, options.unit, costs):.3g} s on average, {seeds}, {_lanes(options.lanes)}"
+
+
+def _chunks(costs: Costs) -> str:
+    return "" if costs.chunks == 1 else f" of {costs.chunks} chunks" + (" in a V" if costs.layout == "v" else "")
 
 
 def _lanes(lanes: int) -> str:
@@ -284,6 +292,7 @@ def _write_json(options: argparse.Namespace, costs: Costs, scenario: str, bounds
         "scenario": scenario,
         "stages": costs.placement.ranks,
         "chunks": costs.chunks,
+        "placement": costs.layout,
         "microbatches": costs.microbatches,
         "compute": "simulated",
         "unit_s": None if options.trace else unit_of(scenario, options.unit, costs),
@@ -311,7 +320,7 @@ def _compare_scenarios(options: argparse.Namespace, names: list[str]) -> None:
         for each in draws.values():
             way.check(each[0])
     some = draws[names[0]][0]
-    chunks = f" of {some.chunks} chunks" if some.chunks > 1 else ""
+    chunks = _chunks(some)
     print(f"{some.placement.ranks} ranks{chunks}, {some.microbatches} microbatches, {len(names)} scenarios, {len(options.seeds)} seeds, "
           f"{_lanes(options.lanes)}; time of {ways[0].name} / time of the mode, above 1 is faster")
     print("x bound, x tight: geometric means of the scenarios' medians of seconds / bound")

@@ -6,8 +6,11 @@ from statistics import fmean
 from rrfp.errors import ConfigurationError
 from rrfp.placement import Placement
 from rrfp.policy import Policy
+from rrfp.scheduler.lists.names import PUBLISHED, check_placement
 from rrfp.simulate.clock import Result, simulate
 from rrfp.simulate.scenarios import Draws, check_scenario, draw
+
+LAYOUTS = {"looped": Placement.looped, "v": Placement.v}
 
 
 @dataclass(frozen=True)
@@ -16,12 +19,13 @@ class Costs:
 
     Args:
         stages: S, counted along the model: ranks x chunks.
-        chunks: stages per rank, looped as Megatron interleaves them.
+        chunks: stages per rank.
         microbatches: M.
         durations: seconds by (kind, stage, microbatch): F, B and, where a split backward is known, I and W.
         delays: seconds by (kind, stage, microbatch), kind F or B (for I too), of the message that makes the action ready at `stage`.
         seconds: how long the measured call took, if it was measured.
         mode: what it ran under (`rrfp.mode`), if known.
+        layout: `looped`, as Megatron interleaves chunks, or `v` (`Placement.v`).
     """
 
     stages: int
@@ -31,10 +35,11 @@ class Costs:
     delays: Draws
     seconds: float | None = None
     mode: str | None = None
+    layout: str = "looped"
 
     @property
     def placement(self) -> Placement:
-        return Placement.looped(self.stages // self.chunks, self.chunks)
+        return LAYOUTS[self.layout](self.stages // self.chunks, self.chunks)
 
     @property
     def splits(self) -> bool:
@@ -42,7 +47,9 @@ class Costs:
         return ("I", 0, 0) in self.durations and ("W", 0, 0) in self.durations
 
     def check(self, policy: Policy) -> None:
-        """Raises ConfigurationError if the policy splits the backward and the costs of I and W are not known."""
+        """Raises ConfigurationError if the policy's list is for another placement, or it splits the backward and these costs know no I and W."""
+        if policy.hint in PUBLISHED:
+            check_placement(policy.hint, self.placement)
         if policy.split and not self.splits:
             raise ConfigurationError(f"hint {policy.hint}: splits the backward, but these costs know only the whole backward B;"
                                      " use a hint without W, or costs that give I and W")
@@ -62,7 +69,8 @@ class Costs:
                         announce_delay=announce_delay)
 
 
-def from_scenario(name: str, *, stages: int, microbatches: int, unit: float, seed: int, chunks: int = 1) -> Costs:
+def from_scenario(name: str, *, stages: int, microbatches: int, unit: float, seed: int, chunks: int = 1,
+                  layout: str = "looped") -> Costs:
     """The costs of one call in a scenario.
 
     Args:
@@ -71,6 +79,7 @@ def from_scenario(name: str, *, stages: int, microbatches: int, unit: float, see
         unit: mean seconds of F, I and W at one stage.
         seed: same name and seed, same costs.
         chunks: stages per rank.
+        layout: which rank has which of them, a key of `LAYOUTS`.
 
     Raises:
         ConfigurationError: if there is no such scenario, a file does not give what it must, or `chunks` does not divide `stages`.
@@ -78,7 +87,7 @@ def from_scenario(name: str, *, stages: int, microbatches: int, unit: float, see
     check_scenario(name)
     if stages % chunks:
         raise ConfigurationError(f"{stages} stages, {chunks} chunks: every rank holds the same number of stages; make stages a multiple")
-    return Costs(stages, chunks, microbatches, *draw(name, stages, microbatches, unit, seed))
+    return Costs(stages, chunks, microbatches, *draw(name, stages, microbatches, unit, seed), layout=layout)
 
 
 def unit_of(name: str, unit: float, costs: Costs) -> float:

@@ -22,13 +22,12 @@ def waits_of(result: Result) -> list[list[Waited]]:
 def timeline_of(result: Result, placement: Placement, microbatches: int, *, mode: str | None = None) -> Timeline:
     """The call as a trace holds it: call 0 of every rank, begun at 0, ended with the rank's last action."""
     ranks = {}
-    splits = any(action.kind == "W" for row in result.rows for action in row)
     for rank, (row, waits) in enumerate(zip(result.rows, waits_of(result), strict=True)):
         call = Call(0, microbatches, False, 0.0, result.spans[row[-1]].end, complete=True, waits=waits, mode=mode)
         held: Counter[int] = Counter()
         for action in row:
             held[action.stage] += action.kind == "F"
             call.actions.append(Ran(action, *result.spans[action], held[action.stage], 0.0))
-            held[action.stage] -= action.kind == ("W" if splits else "B")
+            held[action.stage] -= action.kind in ("B", "W")
         ranks[rank] = RankTrace(rank, placement.stages_of(rank), {0: call})
     return Timeline(ranks)

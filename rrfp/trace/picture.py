@@ -17,7 +17,9 @@ _DPI = 150
 _WIDTH, _LEFT, _RIGHT = 14.0, 1.0, 1.85  # inches; to the right stands "100% computing · peak 128"
 
 
-def draw(timelines: Sequence[tuple[str, Timeline]], path: Path, call: int | Sequence[int | None] | None = None) -> None:
+def draw(
+    timelines: Sequence[tuple[str, Timeline]], path: Path, call: int | Sequence[int | None] | None = None, *, unit: str | None = None
+) -> None:
     """Writes a PNG: the same call of each run, every run from its own time zero, on one axis.
 
     The right margin gives per stage the share of time computing and the most activations in flight.
@@ -25,6 +27,7 @@ def draw(timelines: Sequence[tuple[str, Timeline]], path: Path, call: int | Sequ
     Args:
         timelines: (title, run), drawn from top to bottom.
         call: which call; one for all runs or one per run; None is each run's last complete training call.
+        unit: what times are in, where they are no seconds.
 
     Raises:
         ConfigurationError: matplotlib is not installed, or a run does not hold the call.
@@ -42,7 +45,7 @@ def draw(timelines: Sequence[tuple[str, Timeline]], path: Path, call: int | Sequ
         runs.append((title, timeline, number, timeline.of_call(number)))
     spans = [max(one.end for one in calls.values()) - min(one.begin for one in calls.values()) for *_, calls in runs]
     longest = max(spans) or 1e-9
-    unit, scale = ("s", 1.0) if longest >= 1 else ("ms", 1e3)
+    unit, scale = (unit, 1.0) if unit is not None else ("s", 1.0) if longest >= 1 else ("ms", 1e3)
 
     # Fixed sizes in inches: a row stays as high, and a number as legible, with 4 stages as with 64.
     row = 0.34 if max(len(timeline.rank_of) for _, timeline in timelines) <= 16 else 0.2

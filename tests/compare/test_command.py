@@ -124,6 +124,19 @@ def test_a_hint_from_a_file_which_is_for_one_number_of_microbatches(tmp_path, ca
     assert f"ready:{tmp_path}/mine.csv:2p" in capsys.readouterr().out
 
 
+def test_lists_on_a_v_run_for_real(tmp_path, capsys):
+    """Two processes of two chunks: whole and split backwards in one list, hand-offs within a rank, the real transport."""
+    modes = ["strict:zb-v:4", "ready:zb-v:4", "strict:dualpipe-v:5", "ready:dualpipe-v:5"]
+    assert command.main(["--stages", "2", "--microbatches", "5", "--placement", "v", "--scenario", "jitter-0.3", "--unit", "0.004", "--repeats", "1",
+                         "--modes", *modes, "--json", str(tmp_path / "v.json"), "--out", str(tmp_path)]) == 0
+    assert "jitter-0.3: 2 ranks of 2 chunks in a V, 5 microbatches" in capsys.readouterr().out
+    whole = json.loads((tmp_path / "v.json").read_text())
+    assert [mode["name"] for mode in whole["modes"]] == modes and (whole["chunks"], whole["placement"]) == (2, "v")
+    assert all(mode["median_s"] >= whole["split_bound_s"] for mode in whole["modes"])
+    timeline = read(tmp_path / "strict-dualpipe-v-5")
+    assert {ran.action.kind for call in timeline.of_call(timeline.calls[0]).values() for ran in call.actions} == {"F", "B", "I", "W"}
+
+
 def test_explain_simulated(capsys, tmp_path):
     path = tmp_path / "ladder.json"
     assert command.main(["--stages", "4", "--microbatches", "8", "--scenario", "mixed", "--explain", "--simulated", "--repeats", "2",
@@ -209,6 +222,9 @@ def test_a_termination_is_an_interrupt(monkeypatch):
     (["--json", "nowhere/figures.json"], "--json nowhere/figures.json: there is no directory nowhere"),
     (["--picture", "p.what"], "--picture p.what: is a PNG"),
     (["--out", "/proc/nowhere"], "--out /proc/nowhere: no directory can be made there"),
+    (["--placement", "v"], r"--modes megatron-1f1b: runs one stage per process, and this comparison has several"),
+    (["--chunks", "2", "--modes", "torch-zbv"], r"--modes torch-zbv: runs one stage per process"),
+    (["--modes", "strict:zb-v:2p"], r"--rrfp-hint zb-v: is a list with a V placement"),
     (["--out", "traces", "--simulated"], "--out traces: --simulated runs nothing to trace"),
     (["--unit", "40"], "--timeout 60: an action of this scenario and its message may take 80 s.*use --timeout 240"),
     (["--compute", "real", "--simulated"], "--compute real: --simulated runs nothing"),

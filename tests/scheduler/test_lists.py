@@ -1,4 +1,4 @@
-"""Golden lists, counts that hold for any P and M, and the CSV notation."""
+"""Our own generators: golden lists, and counts that hold for any P and M."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from rrfp.errors import ConfigurationError
 from rrfp.placement import Placement
 from rrfp.policy import Policy
 from rrfp.scheduler import chain
-from rrfp.scheduler.lists import actions_of, as_row, generate, interleaved_forwards, read, write
+from rrfp.scheduler.lists import actions_of, generate, interleaved_forwards
 from rrfp.scheduler.validate import check_microbatch_order, check_rows, replay
 
 
@@ -87,51 +87,3 @@ def test_peaks_of_the_lists():
 def test_zero_bubble_lists_refuse_chunks():
     with pytest.raises(ConfigurationError, match="zb-h1: is a list for one chunk per rank, rank 0 has 2"):
         Policy(hint="zb-h1", split=True).scheduler(Placement.looped(2, 2), 0, 4)
-
-
-def test_csv_round_trip(tmp_path):
-    file = tmp_path / "list.csv"
-    rows = [as_row(["0F0", ("0F1", "0B0"), "0B1"]), as_row(["1F0", "1B0", "1F1", "1B1"])]
-    write(rows, file)
-    assert file.read_text().splitlines()[0] == "0F0,(0F1;0B0)OVERLAP_F_B,0B1"
-    assert read(file) == rows
-
-
-def test_csv_skips_empty_cells_and_says_what_is_no_action(tmp_path):
-    file = tmp_path / "list.csv"
-    file.write_text("0F0,,0B0,\n,1F0,1B0\n")
-    assert list(map(text, read(file))) == ["0F0 0B0", "1F0 1B0"]
-    file.write_text("0F0,0B0\n1F0,B10\n")
-    with pytest.raises(ConfigurationError, match=r"rank 1, position 1: 'B10' is not an action"):
-        read(file)
-    with pytest.raises(ConfigurationError, match="cannot be read"):
-        read(tmp_path / "absent.csv")
-
-
-def test_torchs_own_lists_are_accepted(tmp_path):
-    """Differential check of the validator against the orders that torch generates."""
-    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
-    from types import SimpleNamespace
-    for name, chunks in (("ScheduleInterleaved1F1B", 2), ("ScheduleInterleavedZeroBubble", 2), ("ScheduleGPipe", 1)):
-        order = _torch_order(schedules, name, ranks=2, chunks=chunks, microbatches=4, namespace=SimpleNamespace)
-        if order is None:
-            pytest.skip(f"this torch builds {name} otherwise")
-        file = tmp_path / f"{name}.csv"
-        file.write_text("\n".join(",".join("" if a is None else str(a) for a in order[rank]) for rank in range(2)))
-        rows = [tuple(group for group in row if "REDUCE" not in str(group[0])) for row in read(file)]
-        split = any(action.kind in "IW" for row in rows for action in actions_of(row))
-        placement = Placement.looped(2, chunks)
-        check_rows(rows, [chain(placement, rank, 4, split=split) for rank in range(2)], source=name)
-
-
-def _torch_order(schedules, name, *, ranks, chunks, microbatches, namespace):
-    """What torch's schedule class would run, by rank; None if its private constructor changed."""
-    stage = namespace(is_first=False, is_last=False, group=None, group_size=ranks, group_rank=0, num_stages=ranks * chunks,
-                      stage_index=0, has_backward=True, submod=None, device="cpu")
-    try:
-        if chunks == 1:
-            schedule = getattr(schedules, name)(stage, microbatches)
-            return schedule._get_pipeline_order()
-        return getattr(schedules, name)([stage] * chunks, microbatches).pipeline_order
-    except (AttributeError, TypeError):
-        return None

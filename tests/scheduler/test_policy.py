@@ -124,7 +124,7 @@ def test_a_hint_file_ranks_and_can_be_obeyed(tmp_path):
     obeyed = run(Policy(hint=str(file), limit="3", mode="strict"), placement, 3)
     assert " ".join(map(str, obeyed.rows[1])) == "1F0 1F1 1B0 1F2 1B1 1B2"
     assert run(Policy(hint=str(file), limit="3"), placement, 3).peak_in_flight[0] == 3
-    with pytest.raises(ConfigurationError, match="rank 0, position 2: 0F2 is no action of this call"):
+    with pytest.raises(ConfigurationError, match="is for 3 microbatches, and this run has calls of 2; let a first line"):
         Policy(hint=str(file)).scheduler(placement, 0, 2)
     with pytest.raises(ConfigurationError, match="has 2 rows for 3 ranks"):
         Policy(hint=str(file)).scheduler(Placement.looped(3), 0, 3)

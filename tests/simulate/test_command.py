@@ -48,6 +48,15 @@ def test_interleaved_closed_form(capsys):
     assert [line.split()[1] for line in lines[3:]] == ["106.5000", "106.5000"]
 
 
+def test_lists_on_a_v(capsys, tmp_path):
+    """ZB-V and DualPipeV take 3M F + (P - 1) F / 2, F being a rank's, of two chunks together."""
+    lines = said(capsys, "--placement", "v", "--stages", "4", "--microbatches", "12", "--unit", "1", "--seeds", "0", "--modes",
+                 "strict:zb-v:2p", "strict:dualpipe-v:9", "--json", str(tmp_path / "v.json"))
+    assert lines[0].startswith("4 ranks of 2 chunks in a V, 12 microbatches")
+    assert [line.split()[1] for line in lines[3:]] == ["37.5000", "37.5000"]
+    assert json.loads((tmp_path / "v.json").read_text())["placement"] == "v"
+
+
 def test_the_modes_of_one_scenario(capsys, tmp_path):
     target = tmp_path / "out.json"
     lines = said(capsys, *SMALL, "--modes", "megatron-1f1b", "strict:1f1b:1f1b", "ready:fill-r:2p-1", "--json", str(target))
@@ -120,6 +129,10 @@ def test_a_file_is_a_scenario(capsys, tmp_path):
     (["--search", "--memory-bound", "8", "--json", "x"], "--search: prints a list, and writes neither --json nor --picture"),
     (["--call", "3"], "--call 3: picks a call of a trace"),
     (["--trace", "/nowhere", "--chunks", "2"], "--chunks 2: the trace says"),
+    (["--trace", "/nowhere", "--placement", "v"], "--placement v: the trace says"),
+    (["--chunks", "2", "--modes", "strict:1f1b", "strict:zb-v:2p"], "--rrfp-hint zb-v: is a list with a V placement"),
+    (["--placement", "v", "--modes", "strict:looped-bfs:64"], "--rrfp-hint looped-bfs: is a list for looped chunks"),
+    (["--placement", "v", "--modes", "megatron-1f1b"], "megatron-1f1b, 2 chunks: only Megatron's schedule for one chunk"),
     (["--json", "/nowhere/x.json"], "--json /nowhere/x.json: there is no directory /nowhere"),
     (["--picture", "x.what"], "--picture x.what: is a PNG"),
     (["--trace", "/nowhere"], "/nowhere holds no trace"),
@@ -133,7 +146,7 @@ def test_what_cannot_be_simulated_is_refused_before_anything_is_printed(capsys, 
     (tmp_path / "whole.json").write_text(json.dumps({"F": 1, "B": 2}))
     for arguments in (["--scenario", str(tmp_path / "whole.json"), "--modes", "strict:1f1b", "ready:fill-r:2p"],
                       ["--scenario", "mixed", str(tmp_path / "whole.json"), "--modes", "strict:1f1b", "ready:fill-r:2p"],
-                      ["--chunks", "2", "--modes", "strict:1f1b", "megatron-1f1b"], ["--picture", "x.what"]):
+                      ["--chunks", "2", "--modes", "strict:1f1b", "megatron-1f1b"], ["--chunks", "2", "--modes", "strict:1f1b", "strict:zb-v:2p"], ["--picture", "x.what"]):
         assert main(arguments) == 2
         assert capsys.readouterr().out == ""
 

@@ -1,34 +1,16 @@
-"""Schedules as lists: generators for any number of ranks and microbatches, and torch's CSV notation.
+"""Our own generators, for any number of ranks and microbatches, M < P too. Each takes the rank's limit where its shape depends on it."""
 
-A list has one row per rank. Every generator takes the rank's limit where its shape depends on it and works for M < P too.
-"""
-
-import csv
-from collections.abc import Iterable, Sequence
-from itertools import chain as joined
+from collections.abc import Sequence
 from itertools import zip_longest
-from pathlib import Path
 
-from rrfp.action import Action, parse_action
+from rrfp.action import Action
 from rrfp.errors import ConfigurationError
 from rrfp.placement import Placement
 from rrfp.scheduler.hints import Row
 from rrfp.scheduler.limits import interleaved_warm_up
+from rrfp.scheduler.lists.rows import as_row
 
 LISTS = ("1f1b", "gpipe", "zb-h1", "zb-h2")
-
-
-def actions_of(row: Row) -> list[Action]:
-    """The actions of a row, ties in the order in which they are written."""
-    return [action for group in row for action in group]
-
-
-def as_row(entries: Iterable) -> Row:
-    """A row from actions, tokens like `2F0`, and tuples or lists of either, which are ties."""
-    def one(entry) -> Action:
-        return parse_action(entry) if isinstance(entry, str) else entry
-
-    return tuple((one(e),) if isinstance(e, (str, Action)) else tuple(one(each) for each in e) for e in entries)
 
 
 def one_f_one_b(stage: int, microbatches: int, *, warm_up: int, split: bool = False) -> list[Action]:
@@ -106,43 +88,3 @@ def generate(name: str, placement: Placement, microbatches: int, limits: Sequenc
             row = interleaved(stages, rank, microbatches, ranks, split=split)
         rows.append(as_row(row))
     return rows
-
-
-def read(path: str | Path) -> list[Row]:
-    """A hint file in torch's CSV notation: one row per rank, tokens like `2F0`; empty cells say nothing.
-
-    A group `(0F7;7B3)OVERLAP_F_B` is a tie. Raises ConfigurationError naming rank, position and token.
-    """
-    try:
-        with open(path, newline="", encoding="utf-8") as file:
-            cells = list(csv.reader(file))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"--rrfp-hint {path}: cannot be read ({error}); give a built-in hint or a CSV file") from None
-    rows = []
-    for rank, line in enumerate(row for row in cells if row):
-        row = []
-        for position, cell in enumerate(line):
-            if not (token := cell.strip()):
-                continue
-            inner, grouped, _ = token.removeprefix("(").partition(")")
-            try:
-                row.append(tuple(map(parse_action, inner.split(";"))) if grouped and token[0] == "(" else (parse_action(token),))
-            except ValueError as error:
-                raise ConfigurationError(f"--rrfp-hint {path}: rank {rank}, position {position}: {error}") from None
-        rows.append(tuple(row))
-    return rows
-
-
-def write(rows: Sequence[Row], path: str | Path) -> None:
-    """The reverse of `read`: ties are written as OVERLAP_F_B groups."""
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([token(group) for group in row] for row in rows)
-
-
-def token(group: Sequence[Action]) -> str:
-    """One cell: an action, or a tie."""
-    return str(group[0]) if len(group) == 1 else f"({';'.join(map(str, group))})OVERLAP_F_B"
-
-
-def every_action(rows: Sequence[Row]) -> Iterable[Action]:
-    return joined.from_iterable(actions_of(row) for row in rows)

@@ -1,0 +1,1 @@
+"""Lists as users meet them: PyTorch's published ones, and `rrfp schedule`."""
