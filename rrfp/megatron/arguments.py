@@ -15,7 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
                        help="1f1b: Megatron's own schedule (default). rrfp: run what is ready; a schedule is only a hint.")
     group.add_argument("--rrfp-hint", default="announced", metavar="HINT",
                        help="what ranks the ready work: a rule (announced, bf, fb, b-first, f-first, alt, fill, fill-alt), a list (1f1b, "
-                       "gpipe; with --rrfp-split-backward also bfw, fill-r, zb-h1, zb-h2), a name given to rrfp.register_hint, module:function, or a file with one row of actions per rank. Default: %(default)s.")
+                       "gpipe), with --rrfp-split-backward also bfw, fill-r, zb-h1 and zb-h2, a name given to rrfp.register_hint, module:function, "
+                       "or a file with one row of actions per rank. Default: %(default)s.")
     group.add_argument("--rrfp-mode", default="ready", choices=["ready", "strict"],
                        help="ready: the hint ranks, nothing waits for an absent entry. strict: the hint's list in fixed order, the control.")
     group.add_argument("--rrfp-limit", default="1f1b", metavar="LIMIT",

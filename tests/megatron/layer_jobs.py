@@ -258,7 +258,7 @@ def eager(ddp, inputs):
 
 @job
 def small(*, kind, dtype="float32", overlap=False, fused=False, lag=2, way="late", break_it=False):
-    """The first parameter or input whose gradient after three microbatches is not bitwise the plain backward's; and what was split at the end."""
+    """The first parameter or input whose gradient after three microbatches isn't bitwise the plain backward's; and what was split at the end."""
     dtype, results, split_at_end = getattr(torch, dtype), [], None
     layers.fused_weight_gradient_mlp_cuda = Kernels
     for split in (False, True):
@@ -277,7 +277,8 @@ def small(*, kind, dtype="float32", overlap=False, fused=False, lag=2, way="late
         results.append({name: p.main_grad.clone() for name, p in ddp.module.named_parameters() if p.requires_grad}
                        | {f"input {m}": x.grad for m, x in enumerate(inputs)})
     whole, split = results
-    return next((f"{name}: {(whole[name] - split[name]).abs().max():.3g}" for name in whole if not torch.equal(whole[name], split[name])), None), split_at_end
+    differences = (f"{name}: {(whole[name] - split[name]).abs().max():.3g}" for name in whole if not torch.equal(whole[name], split[name]))
+    return next(differences, None), split_at_end
 
 
 @job

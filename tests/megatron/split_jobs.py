@@ -135,7 +135,8 @@ def traced(*, microbatches, directory, options, longest=0.001, freeze=None, **se
     results = []
     DELAYS.seed, DELAYS.longest = 4, longest
     with mock.patch.object(gpt, "named", lambda model: [pair for pair in trained(model) if pair[1].requires_grad]):
-        for function, model, its_optimizer in ((own(), whole, optimizer), (schedule(split_backward=True, trace=directory, **options), split, split_optimizer)):
+        ours = schedule(split_backward=True, trace=directory, **options)
+        for function, model, its_optimizer in ((own(), whole, optimizer), (ours, split, split_optimizer)):
             gpt.seed_generators()
             results.append(gpt.step(function, model, its_optimizer, gpt.iterators(), microbatches, update=False))
     runtimes.close_all()
