@@ -212,7 +212,7 @@ MODELS = {kind.__name__: kind for kind in (Model, Twice, Tied, Mixed, Borrowed, 
 
 
 def wrapped(kind, *, dtype, overlap, fused, split):
-    from split_jobs import splitting
+    from step_jobs import splitting
 
     with ExitStack() as stack:
         if split:
