@@ -211,7 +211,7 @@ PLAIN = DistributedDataParallel.__init__
 MODELS = {kind.__name__: kind for kind in (Model, Twice, Tied, Mixed, Borrowed, Halves, Recomputed, Frozen, Rows, NoBias, Engine, Fused)}
 
 
-def wrapped(kind, *, dtype, overlap, fused, split):
+def wrapped(kind, *, dtype, overlap, fused, split, collective=None):
     from step_jobs import splitting
 
     with ExitStack() as stack:
@@ -227,6 +227,8 @@ def wrapped(kind, *, dtype, overlap, fused, split):
     for module in model.modules():
         if hasattr(module, "gradient_accumulation_fusion"):
             module.gradient_accumulation_fusion = fused
+        if collective is not None and hasattr(module, collective):
+            setattr(module, collective, True)  # over a group of one rank
     return ddp
 
 
@@ -257,12 +259,12 @@ def eager(ddp, inputs):
 
 
 @job
-def small(*, kind, dtype="float32", overlap=False, fused=False, lag=2, way="late", break_it=False):
+def small(*, kind, dtype="float32", overlap=False, fused=False, lag=2, way="late", collective=None, break_it=False):
     """The first parameter or input whose gradient after three microbatches isn't bitwise the plain backward's; and what was split at the end."""
     dtype, results, split_at_end = getattr(torch, dtype), [], None
     layers.fused_weight_gradient_mlp_cuda = Kernels
     for split in (False, True):
-        ddp = wrapped(kind, dtype=dtype, overlap=overlap, fused=fused, split=split)
+        ddp = wrapped(kind, dtype=dtype, overlap=overlap, fused=fused, split=split, collective=collective)
         generator = torch.Generator().manual_seed(6)
         inputs = [torch.randn(LENGTH, BATCH, WIDTH, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
         ddp.zero_grad_buffer()

@@ -28,6 +28,7 @@ WHOLE = {"Tied": {"first", "second"}, "Mixed": {"first"}, "Borrowed": {"first"},
 def test_a_layer_at_a_time(two, kind, full):
     """In whatever ways weights are used, W is bitwise what a plain backward is. There is a weight without gradient in all of them."""
     options = [{}, {"dtype": "bfloat16"}, {"overlap": True}, {"way": "eager"}, {"lag": 0}]
+    options += [{"collective": name} for name in ("sequence_parallel", "allreduce_dgrad")]
     if kind != "Mixed":  # where Megatron's own fused backward loses the gradient of the use outside the layer
         options += [{"fused": True}, {"fused": True, "dtype": "bfloat16", "overlap": True}]
     if not full:  # each of them with some kinds, and all with two
