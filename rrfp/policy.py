@@ -4,7 +4,7 @@ A `Policy` makes one `Scheduler` per rank and call. Everything it refuses is a `
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -13,7 +13,7 @@ from rrfp.errors import ConfigurationError
 from rrfp.placement import Placement
 from rrfp.scheduler import hints, lists
 from rrfp.scheduler.arbiter import Scheduler
-from rrfp.scheduler.dependencies import Dependencies, chain, first_forward_first
+from rrfp.scheduler.dependencies import Dependencies, chain, first_forward_first, without_weights
 from rrfp.scheduler.limits import check_limit, is_paper, limit_of
 from rrfp.scheduler.validate import (
     check_first_forward,
@@ -77,8 +77,9 @@ class Policy:
         limit: --rrfp-limit, activations in flight per rank.
         order: --rrfp-order, "microbatch", "megatron" or "free".
         lanes: --rrfp-lanes, FIFO lanes per edge.
-        split: whether the backward runs as I and W.
-        max_pending_w: bound on pending weight gradients per rank, None for none.
+        split: --rrfp-split-backward, whether the backward runs as I and W.
+        max_pending_w: --rrfp-max-pending-w, bound on pending weight gradients per rank; None for none but the limit, since what
+            waits for its W holds its slot.
 
     Raises:
         ConfigurationError: on a value that does not exist, or a combination that cannot work.
@@ -104,14 +105,14 @@ class Policy:
                 f"--rrfp-hint {self.hint}: is neither a hint nor a file; use one of {names}, or a CSV file's path")
         if self.hint in SPLIT_ONLY and not self.split:
             raise ConfigurationError(
-                f"--rrfp-hint {self.hint}: needs a backward split into I and W, which training has no flag for yet (simulate it: "
-                f"`rrfp simulate --modes ready:{self.hint}:2p-1`); use fill-alt or 1f1b")
+                f"--rrfp-hint {self.hint}: needs a backward split into I and W; add --rrfp-split-backward, or use fill-alt or 1f1b")
         if self._is_file:
             object.__setattr__(self, "hint", str(Path(self.hint).resolve()))  # whatever directory the run changes to
             _check_generator(self, _read(self.hint).generator)
         if self.max_pending_w is not None and (not self.split or self.max_pending_w < 1):
             raise ConfigurationError(
-                f"max_pending_w {self.max_pending_w}: must be at least 1, with a split backward; use None for no bound")
+                f"--rrfp-max-pending-w {self.max_pending_w}: must be at least 1, with a split backward (--rrfp-split-backward); leave it out"
+                " for no bound but --rrfp-limit")
 
     @property
     def announces(self) -> bool:
@@ -186,8 +187,8 @@ class Policy:
                     f" use --rrfp-limit {need} or --rrfp-mode ready")
             if self.max_pending_w is not None and pending > self.max_pending_w:
                 raise ConfigurationError(
-                    f"{source}: its list leaves {pending} weight gradients pending at stage {stage}, above the bound of"
-                    f" {self.max_pending_w}; raise the bound")
+                    f"{source}: its list leaves {pending} weight gradients pending at stage {stage}, above --rrfp-max-pending-w"
+                    f" {self.max_pending_w}; use --rrfp-max-pending-w {pending} or --rrfp-mode ready")
         return list(rows)
 
     def _rows(
@@ -226,6 +227,7 @@ class Policy:
         *,
         forward_only: bool = False,
         first_trainable: int = 0,
+        weightless: Collection[int] = (),
         durations: Mapping[str, float] | None = None,
         measured: Mapping[tuple[str, int], float] | None = None,
     ) -> Scheduler:
@@ -237,6 +239,7 @@ class Policy:
             microbatches: how many run in this call.
             forward_only: evaluation: of a list only its forwards are used.
             first_trainable: stages below it have no backward.
+            weightless: stages of this rank without a weight whose gradient can wait: they have no W.
             durations: start values of this rank's moving averages, seconds by kind (the last call's `Scheduler.durations`).
             measured: for a registered hint, seconds by (kind, stage); must be equal on all ranks.
 
@@ -257,6 +260,8 @@ class Policy:
                                  first_trainable=first_trainable)
         if self.order == "free":
             dependencies = first_forward_first(dependencies)
+        if self.split and weightless:
+            dependencies = without_weights(dependencies, weightless)
         row = None if rows is None else _only(rows[rank], dependencies)
         forwards = ()
         if len(dependencies.stages) > 1 and not strict:

@@ -46,7 +46,12 @@ def install_from_args(args: argparse.Namespace) -> None:
     if options.schedule == "rrfp":
         from rrfp.megatron.compatibility import refusal
 
-        if (line := refusal(args, order=options.order)) is not None:
+        line = refusal(args, order=options.order)
+        if line is None and options.split_backward and args.pipeline_model_parallel_size > 1:
+            from rrfp.megatron import split_backward
+
+            line = split_backward.refusal(args)
+        if line is not None:
             raise ConfigurationError(line)
         _check_at_start(options, args)
     _install(options)
@@ -67,7 +72,7 @@ def _check_at_start(options: Options, args: argparse.Namespace) -> None:
     if options.mode == "ready" and options.hint in BUILT_IN:
         sizes = sizes[-1:]  # these exist for any number
     for microbatches in sizes:
-        options.policy.scheduler(placement, 0, microbatches)
+        options.policy_for(args).scheduler(placement, 0, microbatches)
 
 
 def _microbatches(args: argparse.Namespace) -> set[int]:
@@ -109,6 +114,10 @@ def _install(options: Options, *, cpu: bool = False) -> None:
         for name, original in originals.items():
             _replace(schedules, name, make_forward_backward(options, original=original, interleaved=name == _INTERLEAVING))
         _connect_with_groups(options)
+        if options.split_backward:
+            from rrfp.megatron import split_backward
+
+            split_backward.install(_replace)
         from rrfp.megatron.checkpoint_helper import watch_helper
 
         _undo.append(watch_helper())

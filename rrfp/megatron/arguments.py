@@ -15,7 +15,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
                        help="1f1b: Megatron's own schedule (default). rrfp: run what is ready; a schedule is only a hint.")
     group.add_argument("--rrfp-hint", default="announced", metavar="HINT",
                        help="what ranks the ready work: a rule (announced, bf, fb, b-first, f-first, alt, fill, fill-alt), a list (1f1b, "
-                       "gpipe; PyTorch's looped-bfs and interleaved-1f1b), a name given to rrfp.register_hint, module:function, or a file with one row of actions per rank. Default: %(default)s.")
+                       "gpipe; PyTorch's looped-bfs and interleaved-1f1b), with --rrfp-split-backward also bfw, fill-r, zb-h1, zb-h2 and "
+                       "PyTorch's interleaved-zero-bubble, a name given to rrfp.register_hint, module:function, or a file with one row of "
+                       "actions per rank. Default: %(default)s.")
     group.add_argument("--rrfp-mode", default="ready", choices=["ready", "strict"],
                        help="ready: the hint ranks, nothing waits for an absent entry. strict: the hint's list in fixed order, the control.")
     group.add_argument("--rrfp-limit", default="1f1b", metavar="LIMIT",
@@ -26,6 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
                        "across chunks. free: any order; same mathematics, other rounding.")
     group.add_argument("--rrfp-lanes", type=int, default=1, metavar="N",
                        help="ordered channels per edge; with more than one, late messages don't hold back those behind them (pays with free order).")
+    group.add_argument("--rrfp-split-backward", action="store_true",
+                       help="run backwards as I (input gradient, which the stage before waits for) and W (weight gradients of linear layers, in "
+                       "gaps). Same results bit for bit. An activation then counts until its W.")
+    group.add_argument("--rrfp-max-pending-w", type=int, default=None, metavar="N",
+                       help="microbatches per rank that may wait for their W; when so many do, the oldest goes first. Default: 1 under full "
+                       "recomputation, else no bound but --rrfp-limit.")
     group.add_argument("--rrfp-agreement", default="auto", choices=list(KINDS),
                        help="how ranks whose actions share collectives (tensor, context, expert parallelism) agree on the next one. auto: "
                        "shared-memory inside a host, messages across hosts.")
@@ -54,6 +62,7 @@ def options_from(args: argparse.Namespace) -> Options:
         timeout = 60.0 * getattr(args, "distributed_timeout_minutes", 10)
     return Options(
         schedule=args.pipeline_schedule, hint=args.rrfp_hint, mode=args.rrfp_mode, limit=args.rrfp_limit, order=args.rrfp_order,
-        lanes=args.rrfp_lanes, agreement=args.rrfp_agreement, decide_ahead=args.rrfp_decide_ahead, interface=args.rrfp_interface, timeout=timeout,
+        lanes=args.rrfp_lanes, split_backward=args.rrfp_split_backward, max_pending_w=args.rrfp_max_pending_w,
+        agreement=args.rrfp_agreement, decide_ahead=args.rrfp_decide_ahead, interface=args.rrfp_interface, timeout=timeout,
         trace=args.rrfp_trace, emulate=args.rrfp_emulate, inject=args.rrfp_inject, nvtx=bool(getattr(args, "profile", False)),
     )

@@ -38,7 +38,6 @@ def check_megatron() -> None:
 _REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (lambda c: (getattr(c, "expert_gtp_weight_remat_size", None) or 1) > 1, "--expert-tensor-parallel-num-weight-shards",
      "its gathers run inside actions over ranks with other data"),
-    (lambda c: getattr(c, "delay_wgrad_compute", False), "--delay-wgrad-compute", "a split backward isn't supported yet"),
     (lambda c: getattr(c, "gtp_weight_remat_size", 1) not in (None, 1), "GTP (gtp_weight_remat_size)",
      "its gathers run inside actions over ranks with other data"),
     (lambda c: getattr(c, "use_megatron_fsdp", False), "--use-megatron-fsdp", "its collectives run inside actions over data-parallel ranks"),
@@ -61,8 +60,13 @@ _DELEGATED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
 )
 
 
-def refusal(config: Any, *, order: str = "microbatch") -> str | None:
-    """One line if a job with this Megatron config can't run by readiness and must not run silently otherwise; else None."""
+def refusal(config: Any, *, order: str = "microbatch", split: bool = False) -> str | None:
+    """One line if a job with this Megatron config can't run by readiness and must not run silently otherwise; else None.
+
+    split: the backward is split, for which `delay_wgrad_compute` is set by this package.
+    """
+    if getattr(config, "delay_wgrad_compute", False) and not split:
+        return "--pipeline-schedule rrfp with --delay-wgrad-compute: nothing would run what is put off; use --rrfp-split-backward instead"
     for applies, option, rule in _REFUSED:
         if applies(config):
             return f"--pipeline-schedule rrfp with {option}: {rule}; use --pipeline-schedule 1f1b"
@@ -80,7 +84,7 @@ def delegation(config: Any) -> str | None:
     return None
 
 
-def check_call(config: Any, *, order: str) -> None:
+def check_call(config: Any, *, order: str, split: bool = False) -> None:
     """Raises ConfigurationError for what `refusal` names."""
-    if (line := refusal(config, order=order)) is not None:
+    if (line := refusal(config, order=order, split=split)) is not None:
         raise ConfigurationError(line)

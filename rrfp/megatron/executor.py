@@ -3,6 +3,7 @@
 Everything that Megatron ties to "first" and "last" follows what was *executed* first and last of a chunk, not the microbatch's index.
 """
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from rrfp.comm.transport import Arrival, Payload
 from rrfp.megatron.gradient_sync import GradientSync
 from rrfp.megatron.microbatches import MicrobatchIterator
 from rrfp.megatron.padding import Padding
+from rrfp.megatron.split_backward import SplitChunk
 from rrfp.megatron.tensors import Expected, check_arrival, from_arrival, to_payload
 from rrfp.placement import Placement
 from rrfp.scheduler.dependencies import Task
@@ -42,10 +44,18 @@ class StepContext:
     call: int
     activation: Expected
     """What a stage input must be."""
+    split: Sequence[SplitChunk] = ()
+    """Per chunk what its backward leaves for W; empty where backwards are whole."""
     total_num_tokens: torch.Tensor
     """int32 scalar; microbatches add to it, in any order."""
     losses: dict[int, list] = field(default_factory=dict)
     """What `forward_step` stored, per microbatch (the last stage only)."""
+
+    @property
+    def weightless(self) -> list[int]:
+        """This rank's stages that leave nothing for W."""
+        stages = self.placement.stages_of(self.rank)
+        return [stages[chunk] for chunk, split in enumerate(self.split) if not split.has_weights]
 
     def is_last(self, stage: int) -> bool:
         return stage == self.placement.stages - 1
@@ -89,7 +99,8 @@ class MegatronExecutor:
         """By (stage, microbatch): of forwards whose backward has not run."""
         self._forwards: Counter[int] = Counter()  # per stage
         self._sync = GradientSync(context.config, context.models, microbatches=context.num_microbatches, rank=context.rank,
-                                  forward_only=context.forward_only)
+                                  forward_only=context.forward_only,
+                                  split=[chunk for chunk, split in enumerate(context.split) if split.has_weights])
 
     # ------------------------------------------------------------------ the Executor protocol
     def launch(self, task: Task, inputs: tuple[Arrival, ...], done: Callable[[Mapping[Edge, Payload]], None]) -> None:
@@ -98,7 +109,8 @@ class MegatronExecutor:
         tensors = [tensor for arrival in inputs for tensor in from_arrival(arrival, release=self._release, device=self._device)]
         if self._padding is not None:
             self._padding.start()
-        result = self._forward(action, tensors) if action.kind == "F" else self._backward(action, tensors)
+        run = {"F": self._forward, "W": self._weights}.get(action.kind, self._backward)
+        result = run(action, tensors)
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         if self._padding is not None:
@@ -166,22 +178,37 @@ class MegatronExecutor:
     def _backward(self, action: Action, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         input_tensor, output_tensor, _ = self._saved.pop((action.stage, action.microbatch))
         chunk = self._context.placement.chunk_of(action.stage)
+        waits = action.kind == "I" and self._context.split[chunk].has_weights
         self._sync.before_backward(chunk)
-        if tensors and tensors[0] is None:
-            gradient = None  # nothing downstream depends on this output, so nothing upstream does through this stage
-        else:
-            gradient = schedules.backward_step(input_tensor, output_tensor, tensors[0] if tensors else None, self._context.config)
+        gradient = None
+        with self._context.split[chunk].deferring(action.microbatch) if waits else contextlib.nullcontext():
+            # With no gradient: nothing downstream depends on this output, so nothing upstream does through this stage.
+            if not tensors or tensors[0] is not None:
+                gradient = schedules.backward_step(input_tensor, output_tensor, tensors[0] if tensors else None, self._context.config)
         self._sync.after_backward(chunk)
         return [gradient]
 
+    def _weights(self, action: Action, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        chunk, config = self._context.placement.chunk_of(action.stage), self._context.config
+        self._sync.before_weights(chunk)
+        # As in the backward of Megatron's functions, which remember how their forward ran.
+        with torch.autocast("cuda", dtype=config.autocast_dtype) if config.enable_autocast else contextlib.nullcontext():
+            self._context.split[chunk].run(action.microbatch)
+        self._sync.after_weights(chunk)
+        return []
+
     def finish(self) -> None:
-        """After the last action: reductions that were kept for the end start now."""
+        """After the last action: reductions that were kept for the end start now. RuntimeError if a weight gradient was left behind."""
+        for chunk in self._context.split:
+            chunk.check_empty()
         self._sync.finish()
 
     def abandon(self) -> None:
         """After a failure: leave the model as Megatron expects to find it."""
         self._sync.abandon()
         self._saved.clear()
+        for chunk in self._context.split:
+            chunk.clear()
 
 
 def _on_cuda() -> bool:

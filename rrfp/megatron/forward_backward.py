@@ -20,6 +20,7 @@ from rrfp.megatron.microbatches import MicrobatchIterator
 from rrfp.megatron.options import Options
 from rrfp.megatron.rerun import in_rerun, number_results
 from rrfp.megatron.runtime import Runtime, runtime_for
+from rrfp.megatron.split_backward import chunks_of, is_prepared
 from rrfp.megatron.tensors import Expected
 from rrfp.policy import Policy
 from rrfp.scheduler.arbiter import Scheduler
@@ -66,8 +67,10 @@ def make_forward_backward(options: Options, *, original: Callable, interleaved: 
                 seq_length=seq_length, micro_batch_size=micro_batch_size, decoder_seq_length=decoder_seq_length, forward_only=forward_only,
                 collect_non_loss_data=collect_non_loss_data, first_val_step=first_val_step, adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
                 p2p_communicator=p2p_communicator, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
-        check_call(config, order=options.order)
+        check_call(config, order=options.order, split=is_prepared(models[0]))
         check_call(getattr(models[0], "ddp_config", None), order=options.order)  # FSDP is named there
+        split = chunks_of(models) if options.split_backward and not forward_only else ()
+        policy = options.policy_for(config)
         groups, pp_group = _groups(p2p_communicator, pg_collection)
         runtime = runtime_for(options, pp_group, collection=groups, chunks=len(models))
         finalize = config.finalize_model_grads_func is not None and not forward_only
@@ -89,15 +92,16 @@ def make_forward_backward(options: Options, *, original: Callable, interleaved: 
             rank=runtime.rank,
             placement=runtime.placement,
             cp_size=groups.cp.size(),
-            max_in_flight=options.policy.limits(runtime.placement, num_microbatches)[runtime.rank],
+            max_in_flight=policy.limits(runtime.placement, num_microbatches)[runtime.rank],
             call=runtime.engine.call + 1,
             activation=_activation(config, groups, seq_length=seq_length, micro_batch_size=micro_batch_size, decoder_seq_length=decoder_seq_length),
+            split=split,
             total_num_tokens=torch.zeros([], dtype=torch.int, device="cuda"),
         )
         describe_call = functools.partial(
             first_call_facts, config, groups, microbatches=num_microbatches, micro_batch_size=micro_batch_size,
             seq_length=decoder_seq_length or seq_length, forward_only=forward_only)
-        _run(runtime, options, context, pp_group, describe_call)
+        _run(runtime, policy, context, pp_group, describe_call)
 
         if finalize:
             schedules.finish_embedding_wgrad_compute(config, embedding, last_stage, groups.tp)
@@ -115,13 +119,16 @@ def make_forward_backward(options: Options, *, original: Callable, interleaved: 
     return forward_backward
 
 
-def _run(runtime: Runtime, options: Options, context: StepContext, pp_group, describe_call: Callable[..., dict[str, Fact]]) -> None:
+def _run(runtime: Runtime, policy: Policy, context: StepContext, pp_group, describe_call: Callable[..., dict[str, Fact]]) -> None:
     """One call of the engine. describe_call(rows=...): what all ranks must have alike in the first."""
     padding = runtime.padding
-    free = options.policy.order == "free"
-    policy = dataclasses.replace(options.policy, order="microbatch") if free and in_rerun() else options.policy
+    free = policy.order == "free"
+    if free and in_rerun():
+        policy = dataclasses.replace(policy, order="microbatch")
     scheduler = _scheduler(runtime, policy, context, pp_group, describe_call)
     _say_limits(runtime, policy, context.num_microbatches)
+    if context.split:
+        _say_split(runtime, policy, context)
     if padding is not None:
         padding.begin(context.call, context.num_microbatches)
     executor = MegatronExecutor(context, release=runtime.transport.release, padding=padding,
@@ -129,10 +136,10 @@ def _run(runtime: Runtime, options: Options, context: StepContext, pp_group, des
     try:
         runtime.engine.run(scheduler, executor, announce=policy.announces, forward_only=context.forward_only,
                            microbatches=context.num_microbatches)
+        executor.finish()
     except BaseException:
         executor.abandon()
         raise
-    executor.finish()
     runtime.scalars.add(runtime.recorder.last_call)
     runtime.durations = dict(scheduler.durations)
 
@@ -145,8 +152,8 @@ def _scheduler(
     refusal, scheduler, rows = None, None, ""
     try:
         scheduler = policy.scheduler(
-            runtime.placement, runtime.rank, context.num_microbatches, forward_only=context.forward_only, durations=runtime.durations,
-            measured=measured)
+            runtime.placement, runtime.rank, context.num_microbatches, forward_only=context.forward_only, weightless=context.weightless,
+            durations=runtime.durations, measured=measured)
         rows = f"digest {scheduler.digest[:12]}"
     except ConfigurationError as error:
         refusal, rows = error, f"refused ({error})"
@@ -181,6 +188,14 @@ def _say_limits(runtime: Runtime, policy: Policy, microbatches: int) -> None:
         _say_once(
             f"[rrfp] hint {policy.hint}, mode {policy.mode}, limit {policy.limit}, order {policy.order}; most activations in flight per stage "
             f"with {microbatches} microbatches: {own} (Megatron's 1F1B: {theirs})")
+
+
+def _say_split(runtime: Runtime, policy: Policy, context: StepContext) -> None:
+    """Once per rank and bound: how much of what is trained waits for W, and how long."""
+    deferred, trained = map(sum, zip(*(chunk.share() for chunk in context.split)))
+    bound = "the limit bounds how many" if policy.max_pending_w is None else f"{policy.max_pending_w} at most"
+    _say_once(f"[rrfp] {runtime.name(runtime.rank)}: split backward: W computes {deferred / max(trained, 1):.0%} of the gradients' elements "
+              f"({deferred} of {trained}); microbatches that wait for it: {bound}")
 
 
 def _chunks(model, data_iterator, *, interleaved: bool) -> tuple[list, list]:

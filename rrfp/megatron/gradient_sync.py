@@ -4,11 +4,14 @@ Invariant 7: they are issued in one fixed order, chunk descending for gradients 
 actions, never by microbatch index: replicas that dispatch differently still issue the same sequence. The order needs no agreement:
 every backward of chunk c needs one of chunk c + 1, so whatever order they run in, chunk c + 1 has its last one first (and forwards
 the other way round).
+
+With a split backward a chunk's gradients are complete after its last W, and Ws of different chunks may run in any order. Then a chunk
+is not reduced before the chunks after it, and always as a whole: in its last I, some of its buckets could be complete too early.
 """
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -26,17 +29,23 @@ class GradientSync:
         microbatches: how many run in the call.
         rank: this pipeline rank.
         forward_only: nothing is reduced or gathered then.
+        split: chunks whose backward ends with a W.
     """
 
-    def __init__(self, config: Any, models: Sequence[torch.nn.Module], *, microbatches: int, rank: int, forward_only: bool):
+    def __init__(self, config: Any, models: Sequence[torch.nn.Module], *, microbatches: int, rank: int, forward_only: bool,
+                 split: Collection[int] = ()):
+        self._split = split
         self._models, self._microbatches, self._rank = models, microbatches, rank
         self._no_sync_func = _together(config.no_sync_func)
         self._reduce = None if forward_only else _per_chunk(config.grad_sync_func, models)
         self._gather = None if forward_only or len(models) == 1 else _per_chunk(getattr(config, "param_sync_func", None), models)
+        if split and len(models) > 1 and self._reduce is None and not forward_only and _overlaps(models[0]):
+            self._reduce = [model.start_grad_sync for model in models]  # see above; it takes the parameters and ignores them
         self._forwards: Counter[int] = Counter()
         self._backwards: Counter[int] = Counter()
+        self._weights: Counter[int] = Counter()
         self._due: list[tuple[int, int]] = []
-        """(count of backwards of the rank at which it starts, chunk): reductions that are aligned over the pipeline."""
+        """(count of finished backwards of the rank at which it starts, chunk): reductions that are aligned over the pipeline."""
         self._synced: set[int] = set()
         self._context: contextlib.AbstractContextManager | None = None
         self._disable()
@@ -51,23 +60,50 @@ class GradientSync:
             self._start_gather(chunk + 1)
 
     def before_backward(self, chunk: int) -> None:
-        """The next backward of `chunk` is about to run: in its last one gradients are reduced as they become ready."""
+        """The next backward (B or I) of `chunk` is about to run: in its last one gradients are reduced as they become ready."""
         self._backwards[chunk] += 1
-        if self._is_last(chunk) and (self._reduce is None or len(self._models) == 1 and self._rank == 0):
+        self._before(chunk, self._backwards)
+
+    def before_weights(self, chunk: int) -> None:
+        """The next W of `chunk` is about to run: in its last one too."""
+        self._weights[chunk] += 1
+        self._before(chunk, self._weights)
+
+    def after_backward(self, chunk: int) -> None:
+        """It has run."""
+        if chunk in self._split:
+            self._disable()
+        else:
+            self._after(chunk, self._backwards)
+
+    def after_weights(self, chunk: int) -> None:
+        """It has run."""
+        self._after(chunk, self._weights)
+
+    def _before(self, chunk: int, ran: Counter[int]) -> None:
+        if ran[chunk] == self._microbatches and (self._reduce is None or len(self._models) == 1 and self._rank == 0):
             self._enable()
             self._synced.add(chunk)
 
-    def after_backward(self, chunk: int) -> None:
-        """It has run. Reductions that Megatron aligns over the pipeline start as many backwards later as there are ranks before this."""
+    def _after(self, chunk: int, ran: Counter[int]) -> None:
+        """Reductions that Megatron aligns over the pipeline start as many backwards later as there are ranks before this."""
         if len(self._models) == 1:
             return
-        done = self._backwards.total()
+        done = sum((self._weights if each in self._split else self._backwards)[each] for each in range(len(self._models)))
         if self._reduce is not None:
-            if self._is_last(chunk):
+            if ran[chunk] == self._microbatches:
                 self._due.append((done + self._rank, chunk))
-            while self._due and self._due[0][0] <= done:
-                self._start_reduce(self._due.pop(0)[1])
+            while (first := self._next_due(done)) is not None:
+                self._start_reduce(first)
         self._disable()
+
+    def _next_due(self, done: int) -> int | None:
+        """The chunk to reduce now: it is its turn by count, and the chunks after it have been reduced."""
+        for at, chunk in self._due:
+            if at <= done and all(later in self._synced for later in range(chunk + 1, len(self._models))):
+                self._due.remove((at, chunk))
+                return chunk
+        return None
 
     def finish(self) -> None:
         """After the last action: reductions that were kept for the end start now."""
@@ -80,9 +116,6 @@ class GradientSync:
     def abandon(self) -> None:
         """After a failure: leave `no_sync` as Megatron expects to find it."""
         self._enable()
-
-    def _is_last(self, chunk: int) -> bool:
-        return self._backwards[chunk] == self._microbatches
 
     def _start_reduce(self, chunk: int) -> None:
         if chunk not in self._synced:
@@ -116,6 +149,11 @@ def _together(no_sync: Callable | Sequence[Callable] | None) -> Callable:
         return stack
 
     return all_of_them
+
+
+def _overlaps(model: torch.nn.Module) -> bool:
+    """Whether its DDP reduces gradients while backwards run."""
+    return bool(getattr(getattr(model, "ddp_config", None), "overlap_grad_reduce", False))
 
 
 def _per_chunk(function: Callable | Sequence[Callable] | None, models: Sequence) -> list[Callable] | None:

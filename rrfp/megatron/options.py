@@ -1,8 +1,9 @@
 """What a user chose, checked once, and carried to everything in this room. Imports neither torch nor megatron."""
 
 import importlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rrfp.errors import ConfigurationError
 from rrfp.megatron.padding import LEVELS, parse_scenario
@@ -19,6 +20,8 @@ class Options:
 
     schedule: `1f1b` leaves Megatron's schedule in place; `rrfp` replaces it.
     hint, mode, limit, order, lanes: see `rrfp.policy.Policy`.
+    split_backward: backwards run as I (input gradient, sent on) and W (weight gradients, in gaps); see docs/split.md.
+    max_pending_w: how many microbatches of a rank may wait for their W. None: 1 under full recomputation, else no bound but the limit.
     agreement: how ranks whose actions share collectives agree: one of `rrfp.tp_coord.opening.KINDS`.
     decide_ahead: they agree on the next action before the running one; see docs/agreement.md.
     interface: network interface or address for messages between hosts; None: the one that faces the master.
@@ -39,6 +42,8 @@ class Options:
     limit: str = "1f1b"
     order: str = "microbatch"
     lanes: int = 1
+    split_backward: bool = False
+    max_pending_w: int | None = None
     agreement: str = "auto"
     decide_ahead: bool = False
     interface: str | None = None
@@ -68,9 +73,22 @@ class Options:
             raise ConfigurationError(
                 f"--rrfp-hint {self.hint}: is a list with a V placement (stages s and 2P-1-s on one rank), and Megatron places chunks looped; use"
                 f" a list for that, for example 1f1b, or try it on emulated stages (`rrfp simulate --placement v --modes strict:{self.hint}:2p`)")
+        if self.split_backward and self.schedule != "rrfp":
+            raise ConfigurationError(f"--rrfp-split-backward with --pipeline-schedule {self.schedule}: Megatron's own schedule has no W; use "
+                                     "--pipeline-schedule rrfp, or leave --rrfp-split-backward out")
         _register(self.hint)
-        policy = Policy(hint=self.hint, mode=self.mode, limit=str(self.limit), order=self.order, lanes=self.lanes)
+        policy = Policy(hint=self.hint, mode=self.mode, limit=str(self.limit), order=self.order, lanes=self.lanes, split=self.split_backward,
+                        max_pending_w=self.max_pending_w)
         object.__setattr__(self, "policy", policy)
+
+    def policy_for(self, config: Any) -> Policy:
+        """The policy for a model with this Megatron config (or these arguments), which the default of max_pending_w depends on.
+
+        What waits for its W holds the inputs and output gradients of every linear layer of the chunk. Without recomputation that is
+        about what an activation holds, and it holds an activation's slot; under full recomputation it is many times as much.
+        """
+        recomputed = getattr(config, "recompute_granularity", None) == "full"
+        return replace(self.policy, max_pending_w=1) if self.split_backward and recomputed and self.max_pending_w is None else self.policy
 
     @property
     def instruments(self) -> bool:

@@ -3,7 +3,7 @@
 The scheduler reads nothing else. `chain` builds it for a chain of stages; a program, or a test, may build any other graph.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, replace
 
 from rrfp.action import Action, Edge
@@ -108,3 +108,14 @@ def first_forward_first(dependencies: Dependencies) -> Dependencies:
         return replace(task, after=(*task.after, Action("F", stage, 0))) if kind == "F" and microbatch else task
 
     return replace(dependencies, tasks={action: wait(task) for action, task in dependencies.tasks.items()})
+
+
+def without_weights(dependencies: Dependencies, stages: Collection[int]) -> Dependencies:
+    """The same tasks, less the W of `stages`, which have no weight whose gradient could wait: their I gives the slot back."""
+
+    def end(task: Task) -> Task:
+        kind, stage, _ = task.action
+        return replace(task, in_flight=-1, backlog=0) if kind == "I" and stage in stages else task
+
+    kept = {action: end(task) for action, task in dependencies.tasks.items() if not (action.kind == "W" and action.stage in stages)}
+    return replace(dependencies, tasks=kept)

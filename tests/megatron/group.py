@@ -1,4 +1,4 @@
-"""Starts a group of real processes once, and has them run jobs of tests/megatron/group_jobs.py one after another, all ranks in step."""
+"""Starts a group of real processes once, and has them run the jobs of a script beside this one after another, all ranks in step."""
 
 import atexit
 import functools
@@ -18,9 +18,9 @@ from job import Server  # noqa: E402
 
 
 @functools.cache
-def server() -> Server:
+def server(script: str) -> Server:
     """Imports Megatron once; every rank is a fork of it."""
-    started = Server(HERE / "group_jobs.py", untouched=False)
+    started = Server(HERE / script, untouched=False)
     atexit.register(started.close)
     return started
 
@@ -28,13 +28,14 @@ def server() -> Server:
 class Group:
     """`ranks` processes with Megatron's model parallelism initialised at PP = `pipeline` (default: all ranks).
 
+    script: whose jobs they are.
     layout: more arguments of `parallel_state.initialize_model_parallel` (tensor_model_parallel_size, ...).
 
     Use as a context manager; `run(job, **arguments)` returns every rank's result, and raises AssertionError with the first rank's
     traceback if the job failed. Every wait has a deadline.
     """
 
-    def __init__(self, ranks: int, *, pipeline: int | None = None, **layout):
+    def __init__(self, ranks: int, *, pipeline: int | None = None, script: str = "group_jobs.py", **layout):
         self.ranks = ranks
         self._directory = tempfile.TemporaryDirectory(prefix="rrfp-group-")
         self._folder = Path(self._directory.name)
@@ -42,7 +43,7 @@ class Group:
         settings = {"folder": str(self._folder), "pipeline": pipeline or ranks, "layout": layout, "door": str(self._folder / "door")}
         with Listener(settings["door"], "AF_UNIX", backlog=ranks) as door:
             door._listener._socket.settimeout(60)  # accept has no deadline of its own
-            self._job = server().start(
+            self._job = server(script).start(
                 "megatron", [json.dumps(settings)], folder=self._folder,
                 variables=[common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)])
             pipes = [door.accept() for _ in range(ranks)]

@@ -11,13 +11,12 @@ core = pytest.importorskip("megatron.core")
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
 
 from rrfp.errors import ConfigurationError  # noqa: E402
-from rrfp.megatron import compatibility, forward_backward  # noqa: E402
+from rrfp.megatron import compatibility, forward_backward, split_backward  # noqa: E402
 from rrfp.megatron.compatibility import check_call, check_megatron, delegation, refusal  # noqa: E402
 from rrfp.megatron.options import Options  # noqa: E402
 
 REFUSED = {
     "--expert-tensor-parallel-num-weight-shards": {"expert_gtp_weight_remat_size": 2},
-    "--delay-wgrad-compute": {"delay_wgrad_compute": True},
     "GTP": {"gtp_weight_remat_size": 2},
     "--use-megatron-fsdp": {"use_megatron_fsdp": True},
     "--fp8-recipe delayed": {"fp8": "e4m3", "fp8_recipe": "delayed"},
@@ -227,3 +226,37 @@ def test_a_shape_is_expected_where_megatron_does_not_ask_for_it(settings, shape)
     groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: 2), cp=SimpleNamespace(size=lambda: 2))
     expected = forward_backward._activation(config, groups, seq_length=16, micro_batch_size=2, decoder_seq_length=None)
     assert (expected.dtype, expected.shape) == ("bfloat16", shape)
+
+
+def test_weight_gradients_that_nobody_would_compute_are_refused():
+    """Unless it was the split backward that put them off."""
+    config = SimpleNamespace(delay_wgrad_compute=True)
+    line = "--pipeline-schedule rrfp with --delay-wgrad-compute: nothing would run what is put off; use --rrfp-split-backward instead"
+    assert refusal(config) == line and refusal(config, split=True) is None
+
+
+SPLIT_REFUSED = {option: (values, "Megatron's own schedule") for option, values in DELEGATED.items()} | {
+    "--overlap-dispatch-backward-with-experts-wgrad": ({"overlap_dispatch_backward_with_experts_wgrad": True}, "one of the two"),
+}
+
+
+@pytest.mark.parametrize("option", SPLIT_REFUSED)
+def test_jobs_that_cannot_split_their_backward(option):
+    values, why = SPLIT_REFUSED[option]
+    line = split_backward.refusal(SimpleNamespace(**values))
+    assert line.startswith(f"--rrfp-split-backward with {option}: ") and why in line and "\n" not in line
+    assert split_backward.refusal(SimpleNamespace()) is None
+
+
+@pytest.mark.parametrize("installed, arguments, needed", [
+    ("2.2.0", {}, "2.3.0"), ("2.3.0", {}, None), ("2.6.0", {"gradient_accumulation_fusion": False}, "2.7.0"),
+    ("2.7.0", {"gradient_accumulation_fusion": False}, None), ("2.7.0", {"overlap_grad_reduce": True}, "2.8.0"),
+    ("2.8.0", {"overlap_grad_reduce": True, "gradient_accumulation_fusion": False}, None)])
+def test_releases_of_transformer_engine_that_can_delay(monkeypatch, installed, arguments, needed):
+    def numbers(version):
+        return [int(part) for part in version.split(".")]
+
+    monkeypatch.setattr("megatron.core.utils.is_te_min_version", lambda version: numbers(installed) >= numbers(version))
+    values = {"transformer_impl": "transformer_engine", "gradient_accumulation_fusion": True, "overlap_grad_reduce": False} | arguments
+    line = split_backward.refusal(SimpleNamespace(**values))
+    assert line is None if needed is None else f"need Transformer Engine {needed} or later" in line

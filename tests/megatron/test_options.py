@@ -26,6 +26,10 @@ REFUSED = [
     ({"limit": "paper:"}, "--rrfp-limit paper:", "paper:<number>"),
     ({"order": "any"}, "--rrfp-order any", "microbatch, megatron, free"),
     ({"lanes": 0}, "--rrfp-lanes 0", "use 1"),
+    ({"hint": "fill-r"}, "--rrfp-hint fill-r", "add --rrfp-split-backward"),
+    ({"split_backward": True, "max_pending_w": 0}, "--rrfp-max-pending-w 0", "leave it out"),
+    ({"max_pending_w": 2}, "--rrfp-max-pending-w 2", "--rrfp-split-backward"),
+    ({"split_backward": True, "schedule": "1f1b"}, "--rrfp-split-backward with --pipeline-schedule 1f1b", "use --pipeline-schedule rrfp"),
     ({"timeout": 0}, "--rrfp-timeout 0", "above 0"),
     ({"timeout": -2.5}, "--rrfp-timeout -2.5", "above 0"),
     ({"timeout": float("nan")}, "--rrfp-timeout nan", "above 0"),
@@ -159,3 +163,12 @@ def test_start_up_knows_every_number_of_microbatches(given, expected):
     from rrfp.megatron import _microbatches
 
     assert _microbatches(argparse.Namespace(micro_batch_size=2, data_parallel_size=2, **given)) == expected
+
+
+@pytest.mark.parametrize("given, recomputation, bound", [
+    (None, None, None), (None, "selective", None), (None, "full", 1), (3, "full", 3), (3, None, 3)])
+def test_the_bound_on_pending_weight_gradients(given, recomputation, bound):
+    """A slot of the limit does for it, but not where everything else is recomputed."""
+    options = Options(split_backward=True, max_pending_w=given)
+    assert options.policy.split and options.policy_for(argparse.Namespace(recompute_granularity=recomputation)).max_pending_w == bound
+    assert Options().policy_for(argparse.Namespace(recompute_granularity=recomputation)).max_pending_w is None

@@ -1,6 +1,6 @@
 from rrfp.action import Action, Edge, parse_action
 from rrfp.placement import Placement
-from rrfp.scheduler.dependencies import chain
+from rrfp.scheduler.dependencies import chain, without_weights
 
 
 def a(text):
@@ -48,3 +48,14 @@ def test_a_frozen_stage_has_no_backward_and_holds_nothing():
 def test_forward_only_runs_forwards_and_holds_nothing():
     tasks = chain(Placement.looped(2), 1, 3, forward_only=True, split=True).tasks
     assert list(map(str, tasks)) == ["1F0", "1F1", "1F2"] and all(task.in_flight == 0 for task in tasks.values())
+
+
+def test_stages_without_weights_have_no_w_and_their_i_gives_the_slot_back():
+    whole = chain(Placement.looped(2, 2), 0, 2, split=True)
+    less = without_weights(whole, [2])
+    assert set(whole.tasks) - set(less.tasks) == {Action("W", 2, 0), Action("W", 2, 1)}
+    for action, task in less.tasks.items():
+        if action.stage == 2 and action.kind == "I":
+            assert (task.in_flight, task.backlog) == (-1, 0)
+        else:
+            assert task == whole.tasks[action]

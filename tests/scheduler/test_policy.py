@@ -65,8 +65,8 @@ def test_no_limit_exceeds_what_can_ever_be_in_flight():
     ({"lanes": 0}, "--rrfp-lanes 0: must be at least 1"),
     ({"hint": "bfw"}, "--rrfp-hint bfw: needs a backward split into I and W"),
     ({"hint": "zb-h1"}, "--rrfp-hint zb-h1: needs a backward split"),
-    ({"split": True, "max_pending_w": 0}, "max_pending_w 0: must be at least 1"),
-    ({"max_pending_w": 2}, "max_pending_w 2: .* with a split backward"),
+    ({"split": True, "max_pending_w": 0}, "--rrfp-max-pending-w 0: must be at least 1"),
+    ({"max_pending_w": 2}, "--rrfp-max-pending-w 2: .* with a split backward"),
 ])
 def test_values_that_are_refused(options, message):
     with pytest.raises(ConfigurationError, match=message):
