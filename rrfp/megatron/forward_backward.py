@@ -21,6 +21,7 @@ from rrfp.megatron.options import Options
 from rrfp.megatron.rerun import in_rerun, number_results
 from rrfp.megatron.runtime import Runtime, runtime_for
 from rrfp.megatron.tensors import Expected
+from rrfp.mode import mode_name
 from rrfp.policy import Policy
 from rrfp.scheduler.arbiter import Scheduler
 
@@ -121,13 +122,14 @@ def _run(runtime: Runtime, options: Options, context: StepContext, pp_group, des
     free = options.policy.order == "free"
     policy = dataclasses.replace(options.policy, order="microbatch") if free and in_rerun() else options.policy
     scheduler = _scheduler(runtime, policy, context, pp_group, describe_call)
+    runtime.recorder.mode = mode_name(policy.settled(runtime.placement, context.num_microbatches))
     _say_limits(runtime, policy, context.num_microbatches)
     if padding is not None:
         padding.begin(context.call, context.num_microbatches)
     executor = MegatronExecutor(context, release=runtime.transport.release, padding=padding,
                                 before_forward=number_results if free else None)
     try:
-        runtime.engine.run(scheduler, executor, announce=policy.announces, forward_only=context.forward_only,
+        runtime.engine.run(scheduler, executor, announce=scheduler.announces, forward_only=context.forward_only,
                            microbatches=context.num_microbatches)
     except BaseException:
         executor.abandon()
@@ -179,7 +181,7 @@ def _say_limits(runtime: Runtime, policy: Policy, microbatches: int) -> None:
     if runtime.rank == 0:
         own, theirs = (" ".join(map(str, p.limits(runtime.placement, microbatches))) for p in (policy, Policy(limit="1f1b")))
         _say_once(
-            f"[rrfp] hint {policy.hint}, mode {policy.mode}, limit {policy.limit}, order {policy.order}; most activations in flight per stage "
+            f"[rrfp] hint {policy.describe(runtime.placement, microbatches)}, mode {policy.mode}, limit {policy.limit}, order {policy.order}; most activations in flight per stage "
             f"with {microbatches} microbatches: {own} (Megatron's 1F1B: {theirs})")
 
 

@@ -19,6 +19,8 @@ class Hint:
 
     strict = False
     """True: an order to obey; nothing may overrule it."""
+    listens = False
+    """True: it looks at what neighbours announce, so every stage has to announce what it starts."""
 
     def bind(self, scheduler: Scheduler) -> None:
         """Called once, before the first question."""
@@ -175,6 +177,8 @@ class Announced(_Listed):
         skips: K, how many missing entries may be skipped; None: any number.
         slack: in units of this rank's own average F.
     """
+
+    listens = True
 
     def __init__(self, row: Row, *, skips: int | None, slack: float):
         super().__init__(row)
