@@ -4,7 +4,6 @@ Both follow from numbers that all ranks share, so that all ranks settle alike. E
 (docs/scheduling.md, "What auto picks"); nothing else depends on them.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from rrfp.placement import Placement
