@@ -47,7 +47,9 @@ def _first(scheduler: Scheduler, *ways: str) -> Decision:
 class Rounds(Hint):
     """The paper's rounds: at most one action of the first direction, then at most one of the second (Appendix A, Algorithm 1).
 
-    W runs only when neither is ready, and then a new round begins (section 7.1). `bf` and `bfw` probe B first, `fb` F first.
+    W runs only when neither is ready, and then a new round begins (section 7.1): `bfw` is `bf` with I for B. `fb` probes F first.
+    What the paper leaves open: the W is the oldest of the rank; a forward that the limit does not admit is not ready; at the bound of
+    pending W the scheduler runs one before another I; what is left at the end drains oldest first.
     """
 
     def __init__(self, probes: str):

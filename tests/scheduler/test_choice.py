@@ -134,7 +134,7 @@ def test_the_list_fits_the_limits(limit, split, full):
 def test_the_list_at_1f1bs_memory_with_a_split_backward():
     rows = Policy(hint="announced", mode="strict", split=True).list_for(Placement.looped(3), 4)
     assert [" ".join(map(str, actions_of(row))) for row in rows] == [
-        "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0I3 0W2 0W3",
+        "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3",
         "1F0 1F1 1I0 1W0 1F2 1I1 1W1 1F3 1I2 1W2 1I3 1W3",
         "2F0 2I0 2W0 2F1 2I1 2W1 2F2 2I2 2W2 2F3 2I3 2W3",
     ]
