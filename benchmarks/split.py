@@ -6,7 +6,7 @@ Real engine, processes and transport; stages sleep their drawn durations and mes
 average). Per scenario all modes run side by side (`rrfp compare`), Megatron's own 1F1B among them: `auto` by readiness beside the fixed
 list that holds as much, at three memories. A ratio is the list's seconds / the hint's of one seed, and the table shows its median over seeds
 beside what the simulator says of the same draws. At the end, one line per goal. With `--out` a scenario that DIR already has for these seeds is
-not run again, and the table is of all that DIR has. 15 scenarios take about 8 minutes a seed.
+not run again, and the table is of all that DIR has. 15 scenarios take about 8 minutes a seed (6 with --no-megatron).
 """
 
 import argparse
@@ -39,31 +39,36 @@ def pairs(stages: int) -> dict[str, tuple[str, str]]:
 
 
 class Found:
-    """What was measured of one scenario: seconds by mode, one per seed; peak in flight by mode."""
+    """What was measured of one scenario: per seed the seconds by mode; peak in flight by mode."""
 
     def __init__(self, files: list[Path]):
         contents = [json.loads(file.read_text()) for file in sorted(files)]
         self.scenario, self.stages, self.microbatches = (contents[0][key] for key in ("scenario", "stages", "microbatches"))
         self.unit = contents[0]["unit_s"]
-        self.seeds = [seed for content in contents for seed in content["seeds"]]
-        self.seconds: dict[str, list[float]] = {}
+        self.runs: list[tuple[int, dict[str, float]]] = []
         self.peaks: dict[str, list[int]] = {}
         self.late = 0
         for content in contents:
+            for index, seed in enumerate(content["seeds"]):
+                self.runs.append((seed, {mode["name"]: mode["seconds"][index] for mode in content["modes"]}))
             for mode in content["modes"]:
                 name, peaks = mode["name"], mode["peak_in_flight"]
-                self.seconds.setdefault(name, []).extend(mode["seconds"])
                 self.peaks[name] = [max(pair) for pair in zip(peaks, self.peaks.get(name, peaks), strict=True)]
                 self.late += mode["overruns"]
 
-    def ratio(self, slow: str, fast: str) -> float:
-        """How much faster `fast` is: median of the seeds' ratios."""
-        return median(one / other for one, other in zip(self.seconds[slow], self.seconds[fast], strict=True))
+    def seconds(self, mode: str) -> float | None:
+        """Median of the seeds that ran it; None if none did."""
+        return median(found) if (found := [run[mode] for _, run in self.runs if mode in run]) else None
+
+    def ratio(self, slow: str, fast: str) -> float | None:
+        """How much faster `fast` is: median of the ratios of the seeds that ran both."""
+        ratios = [run[slow] / run[fast] for _, run in self.runs if slow in run and fast in run]
+        return median(ratios) if ratios else None
 
     def simulated(self, slow: str, fast: str) -> float:
         """The same in simulation."""
         draws = [from_scenario(self.scenario, stages=self.stages, microbatches=self.microbatches, unit=self.unit, seed=seed)
-                 for seed in self.seeds]
+                 for seed, run in self.runs if slow in run and fast in run]
         times = [[draw.simulate(parse_mode(mode)).makespan for draw in draws] for mode in (slow, fast)]
         return median(one / other for one, other in zip(*times, strict=True))
 
@@ -74,11 +79,12 @@ def table(found: list[Found], stages: int) -> list[str]:
     lines = ["| scenario | seeds | Megatron's 1F1B | " + " | ".join(sides) + " | Megatron / H2 |", "| --- " * (len(sides) + 4) + "|"]
     for each in found:
         cells = [f"{each.ratio(*side):.3f} ({each.simulated(*side):.3f})" for side in sides.values()]
-        lines.append(f"| {each.scenario} | {len(each.seeds)} | {median(each.seconds[MEGATRON]):.2f} s | " + " | ".join(cells)
-                     + f" | {each.ratio(MEGATRON, sides[H2][1]):.2f} |")
+        theirs, gain = each.seconds(MEGATRON), each.ratio(MEGATRON, sides[H2][1])
+        lines.append(f"| {each.scenario} | {len(each.runs)} | " + ("-" if theirs is None else f"{theirs:.2f} s") + " | " + " | ".join(cells)
+                     + " | " + ("-" if gain is None else f"{gain:.2f}") + " |")
     lines += ["", "Peak in flight per stage, the largest over the scenarios:", ""]
-    for name in found[0].seconds:
-        columns = zip(*(each.peaks[name] for each in found), strict=True)
+    for name in dict.fromkeys(name for each in found for name in each.peaks):
+        columns = zip(*(each.peaks[name] for each in found if name in each.peaks), strict=True)
         lines.append(f"* `{name}`: {' '.join(str(max(column)) for column in columns)}")
     return lines
 
@@ -95,8 +101,8 @@ def verdicts(found: list[Found], stages: int) -> list[str]:
     if uniform := by_name.get("uniform"):
         ideal = (3 * uniform.microbatches + stages - 1) * uniform.unit
         for side in (H2, FILL):
-            say(f"uniform, {sides[side][1]} / ((3M + P - 1) F)", median(uniform.seconds[sides[side][1]]) / ideal, 1.03, most=True)
-    if jitter := by_name.get("jitter-0.3"):
+            say(f"uniform, {sides[side][1]} / ((3M + P - 1) F)", uniform.seconds(sides[side][1]) / ideal, 1.03, most=True)
+    if (jitter := by_name.get("jitter-0.3")) and jitter.seconds(MEGATRON):
         for side in (H2, FILL):
             say(f"jitter-0.3, {sides[side][1]} against Megatron's 1F1B", jitter.ratio(MEGATRON, sides[side][1]), 1.25)
     for side, pair in sides.items():
@@ -118,8 +124,9 @@ def main() -> int:
     parser.add_argument("--seeds", default="15-17")
     parser.add_argument("--scenarios", nargs="+", default=SCENARIOS)
     parser.add_argument("--out", type=Path, help="keep the figures there, a file per scenario and seeds")
+    parser.add_argument("--no-megatron", action="store_true", help="leave Megatron's 1F1B out")
     options = parser.parse_args()
-    modes = list(dict.fromkeys([MEGATRON, *(mode for pair in pairs(options.stages).values() for mode in pair)]))
+    modes = list(dict.fromkeys([*([] if options.no_megatron else [MEGATRON]), *(mode for pair in pairs(options.stages).values() for mode in pair)]))
     with tempfile.TemporaryDirectory() as scratch:
         out = options.out or Path(scratch)
         out.mkdir(parents=True, exist_ok=True)
