@@ -4,6 +4,7 @@ Both follow from numbers that all ranks share, so that all ranks settle alike. E
 (docs/scheduling.md, "What auto picks"); nothing else depends on them.
 """
 
+from itertools import accumulate
 from typing import NamedTuple
 
 from rrfp.placement import Placement
@@ -52,7 +53,12 @@ class Over(NamedTuple):
 
 
 def announced_over(case: Case) -> Over:
-    """The list that `announced` waits over: the best one that fits the limits."""
+    """The list that `announced` waits over: the best one that fits the limits.
+
+    Skips may be bounded over a 1F1B whose warm-ups w fit the limits and never grow from rank to rank. Say that nothing moves, and
+    take the deepest rank that holds something. It has all its gradients, so it can only be waiting for a forward, and holds fewer
+    than w. Then each rank before it holds those few as well, no more, and also waits for a forward; but rank 0 may start one.
+    """
     if not case.one_chunk:
         return Over("1f1b", case.limits, skips=None, slack=3.0)
     ranks, microbatches = case.placement.ranks, case.microbatches
@@ -71,7 +77,7 @@ def announced_over(case: Case) -> Over:
     line = [1 + (2 * (first - 1) * (ranks - 1 - rank) + last) // (2 * last) for rank in range(ranks)]
     if case.reaches("1f1b"):
         line = list(map(max, line, case.shape("1f1b")))  # calls of few microbatches
-    return Over("1f1b", tuple(map(min, case.limits, line)), skips=2, slack=3.0)
+    return Over("1f1b", tuple(accumulate(map(min, case.limits, line), min)), skips=2, slack=3.0)
 
 
 def choose(case: Case) -> tuple[str, str]:
