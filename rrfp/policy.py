@@ -13,7 +13,7 @@ from rrfp.errors import ConfigurationError
 from rrfp.placement import Placement
 from rrfp.scheduler import hints, lists
 from rrfp.scheduler.arbiter import Scheduler
-from rrfp.scheduler.choice import Case, announced_over, choose
+from rrfp.scheduler.choice import Case, Over, announced_over, choose
 from rrfp.scheduler.dependencies import Dependencies, chain, first_forward_first
 from rrfp.scheduler.limits import check_limit, is_paper, limit_of
 from rrfp.scheduler.validate import (
@@ -124,17 +124,14 @@ class Policy:
 
         The order of forwards may become "megatron" with it, never weaker than what was asked for.
         """
-        if self.hint != "auto":
-            return self
-        hint, order = choose(_case(self, placement, microbatches))
-        return replace(self, hint=hint, order=order)
+        return _settled(self, placement, microbatches) if self.hint == "auto" else self
 
     def describe(self, placement: Placement, microbatches: int) -> str:
         """The hint as a line for people: what `auto` has settled on, and what `announced` waits over."""
         settled = self.settled(placement, microbatches)
         text = settled.hint
         if text == "announced":
-            over = announced_over(_case(settled, placement, microbatches)).name
+            over = _over(settled, placement, microbatches).name
             text += f" over {over}" if over in lists.LISTS else f" over the list that {over} yields"
         if settled.order != self.order:
             text += f", order {settled.order}"
@@ -306,7 +303,7 @@ class Policy:
         target = limit_of("1f1b", placement, rank, microbatches)
         eager = limit_of("eager", placement, rank, microbatches)
         if self.hint == "announced":
-            over = announced_over(_case(self, placement, microbatches))
+            over = _over(self, placement, microbatches)
             return hints.Announced(row, skips=over.skips, slack=over.slack)
         if row is not None:
             return hints.Ranked(row)
@@ -346,6 +343,17 @@ def _case(policy: Policy, placement: Placement, microbatches: int) -> Case:
     limits = tuple(limit_of(policy.limit, placement, rank, microbatches) for rank in range(placement.ranks))
     fits = placement.stages == placement.ranks or _fits_interleaved(replace(policy, order="megatron"), placement, microbatches)
     return Case(placement, microbatches, limits, policy.split, policy.order, fits)
+
+
+@lru_cache(maxsize=8)
+def _settled(policy: Policy, placement: Placement, microbatches: int) -> Policy:
+    hint, order = choose(_case(policy, placement, microbatches))
+    return replace(policy, hint=hint, order=order)
+
+
+@lru_cache(maxsize=8)
+def _over(policy: Policy, placement: Placement, microbatches: int) -> Over:
+    return announced_over(_case(policy, placement, microbatches))
 
 
 def _fits_interleaved(policy: Policy, placement: Placement, microbatches: int) -> bool:
@@ -448,7 +456,7 @@ def _built_in(policy: Policy, placement: Placement, microbatches: int) -> list[h
     name, one_chunk = policy.hint, placement.stages == placement.ranks
     limits = [limit_of(policy.limit, placement, rank, microbatches) for rank in range(placement.ranks)]
     if name == "announced":
-        over = announced_over(_case(policy, placement, microbatches))
+        over = _over(policy, placement, microbatches)
         name, limits = over.name, over.limits
         if name in RULES:
             return _rule_rows(replace(policy, hint=name, mode="ready"), placement, microbatches)
