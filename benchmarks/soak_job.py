@@ -188,7 +188,7 @@ class Worker:
         scheduler = policy.scheduler(self._placement, self._rank, microbatches, forward_only=forward_only)
         executor = CheckingExecutor(self._calls, self._contents, duration=lambda: late(self._durations, LONGEST_ACTION),
                                     release=self._transport.release)
-        self._engine.run(scheduler, executor, announce=policy.announces, forward_only=forward_only, microbatches=microbatches)
+        self._engine.run(scheduler, executor, announce=scheduler.announces, forward_only=forward_only, microbatches=microbatches)
         self._calls += 1
         self._messages += executor.checked // 2  # each one twice
         if self._leak is not None:

@@ -13,6 +13,7 @@ from rrfp.errors import ConfigurationError
 from rrfp.placement import Placement
 from rrfp.scheduler import hints, lists
 from rrfp.scheduler.arbiter import Scheduler
+from rrfp.scheduler.choice import Case, Over, announced_over, choose
 from rrfp.scheduler.dependencies import Dependencies, chain, first_forward_first, without_weights
 from rrfp.scheduler.limits import check_limit, is_paper, limit_of
 from rrfp.scheduler.validate import (
@@ -26,7 +27,7 @@ from rrfp.scheduler.validate import (
 )
 from rrfp.simulate.clock import drive
 
-RULES = ("announced", "bf", "fb", "b-first", "f-first", "alt", "fill", "fill-alt", "bfw", "fill-r")
+RULES = ("auto", "announced", "bf", "fb", "b-first", "f-first", "alt", "fill", "fill-alt", "bfw", "fill-r")
 BUILT_IN = (*RULES, *lists.LISTS)
 SPLIT_ONLY = ("bfw", "fill-r", "zb-h1", "zb-h2", *(name for name, each in lists.PUBLISHED.items() if each.split))
 UNIT_DURATIONS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
@@ -71,7 +72,7 @@ class Policy:
     """How a rank picks its next action.
 
     Args:
-        hint: --rrfp-hint, a rule, a list, a registered name, or a CSV file.
+        hint: --rrfp-hint, a rule, a list, a registered name, or a CSV file. "auto": what `settled` picks for the case.
         mode: --rrfp-mode, "ready": the hint ranks what is ready. "strict": its list is obeyed (for a rule: the list that it
             yields at unit durations, F=1, B=2, I=W=1; for `announced`: the list that it waits over).
         limit: --rrfp-limit, activations in flight per rank.
@@ -85,7 +86,7 @@ class Policy:
         ConfigurationError: on a value that does not exist, or a combination that cannot work.
     """
 
-    hint: str = "announced"
+    hint: str = "auto"
     mode: str = "ready"
     limit: str = "1f1b"
     order: str = "microbatch"
@@ -115,14 +116,27 @@ class Policy:
                 " for no bound but --rrfp-limit")
 
     @property
-    def announces(self) -> bool:
-        """Whether stages tell their neighbours when they start an action."""
-        return self.hint == "announced" and self.mode == "ready"
-
-    @property
     def adapts(self) -> bool:
         """Whether the hint is a registered function, which is asked anew for every call with what was measured."""
         return self.hint in _registered
+
+    def settled(self, placement: Placement, microbatches: int) -> "Policy":
+        """This policy with a hint that names one way of choosing: for `auto` the best for this case, equal on every rank.
+
+        The order of forwards may become "megatron" with it, never weaker than what was asked for.
+        """
+        return _settled(self, placement, microbatches) if self.hint == "auto" else self
+
+    def describe(self, placement: Placement, microbatches: int) -> str:
+        """The hint as a line for people: what `auto` has settled on, and what `announced` waits over."""
+        settled = self.settled(placement, microbatches)
+        text = settled.hint
+        if text == "announced":
+            over = _over(settled, placement, microbatches).name
+            text += f" over {over}" if over in lists.LISTS else f" over the list that {over} yields"
+        if settled.order != self.order:
+            text += f", order {settled.order}"
+        return f"auto: {text}" if self.hint == "auto" else text
 
     # -- limits --------------------------------------------------------------------------------------------------------
 
@@ -164,6 +178,7 @@ class Policy:
         Raises:
             ConfigurationError: if the list is incomplete, impossible, or needs more in flight than the limit.
         """
+        self = self.settled(placement, microbatches)  # all that follows is about one hint
         if self.adapts:
             return self._checked(self._called(placement, microbatches, measured or {}), placement, microbatches)
         return _strict_rows(self, placement, microbatches)
@@ -246,6 +261,7 @@ class Policy:
         Raises:
             ConfigurationError: if this placement or number of microbatches does not go with the policy.
         """
+        self = self.settled(placement, microbatches)  # all that follows is about one hint
         self._check_shape(placement, microbatches)
         strict = self.mode == "strict"
         if strict:
@@ -292,8 +308,8 @@ class Policy:
         target = limit_of("1f1b", placement, rank, microbatches)
         eager = limit_of("eager", placement, rank, microbatches)
         if self.hint == "announced":
-            skips, slack = self._patience(placement, microbatches)
-            return hints.Announced(row, skips=skips, slack=slack)
+            over = _over(self, placement, microbatches)
+            return hints.Announced(row, skips=over.skips, slack=over.slack)
         if row is not None:
             return hints.Ranked(row)
         return {
@@ -307,15 +323,6 @@ class Policy:
             "fill-alt": lambda: hints.Fill(eager, alternate=True),
             "fill-r": lambda: hints.FillRelease(eager),
         }[self.hint]()
-
-    def _patience(self, placement: Placement, microbatches: int) -> tuple[int | None, float]:
-        """(K, slack) of `announced`: how many missing entries may be skipped, and how long announced work is waited for.
-
-        K is bounded only where the list fits the limit by construction: a bound and a list that memory cuts short could deadlock.
-        """
-        if self.split or placement.stages > placement.ranks:
-            return None, 3.0
-        return (2, 2.0) if _reaches("eager", self, placement, microbatches) else (1, 3.0)
 
     def _digest(self, placement: Placement, microbatches: int, rows: Sequence[hints.Row] | None) -> str:
         """Equal on two ranks exactly if they follow the same policy and rows: to be compared across ranks."""
@@ -337,10 +344,29 @@ def _only(row: hints.Row, dependencies: Dependencies) -> hints.Row:
     return tuple(group for group in kept if group)
 
 
-def _reaches(shape: str, policy: Policy, placement: Placement, microbatches: int) -> bool:
-    """Whether the policy's limit is at least `shape` on every rank."""
-    return all(limit_of(policy.limit, placement, rank, microbatches) >= limit_of(shape, placement, rank, microbatches)
-               for rank in range(placement.ranks))
+def _case(policy: Policy, placement: Placement, microbatches: int) -> Case:
+    limits = tuple(limit_of(policy.limit, placement, rank, microbatches) for rank in range(placement.ranks))
+    fits = placement.stages == placement.ranks or _fits_interleaved(replace(policy, order="megatron"), placement, microbatches)
+    return Case(placement, microbatches, limits, policy.split, policy.order, fits)
+
+
+@lru_cache(maxsize=8)
+def _settled(policy: Policy, placement: Placement, microbatches: int) -> Policy:
+    hint, order = choose(_case(policy, placement, microbatches))
+    return replace(policy, hint=hint, order=order)
+
+
+@lru_cache(maxsize=8)
+def _over(policy: Policy, placement: Placement, microbatches: int) -> Over:
+    return announced_over(_case(policy, placement, microbatches))
+
+
+def _fits_interleaved(policy: Policy, placement: Placement, microbatches: int) -> bool:
+    try:
+        _check_megatron_order(policy, placement, microbatches)
+    except ConfigurationError:
+        return False
+    return True
 
 
 @lru_cache(maxsize=8)
@@ -432,17 +458,13 @@ def _rule_rows(policy: Policy, placement: Placement, microbatches: int) -> list[
 
 def _built_in(policy: Policy, placement: Placement, microbatches: int) -> list[hints.Row]:
     """The rows of a built-in list, or of the list that `announced` waits over."""
-    name = policy.hint
+    name, one_chunk = policy.hint, placement.stages == placement.ranks
     limits = [limit_of(policy.limit, placement, rank, microbatches) for rank in range(placement.ranks)]
-    one_chunk = placement.stages == placement.ranks
     if name == "announced":
-        name = "1f1b"
-        if policy.split and one_chunk:
-            # ZB-H2 is the better list only from M = 2P - 1 on, where it can fill its warm-up.
-            deep = microbatches >= 2 * placement.ranks - 1 and _reaches("2p-1", policy, placement, microbatches)
-            name = "zb-h2" if deep else "zb-h1"
-        # More than eager 1F1B's memory makes no better list.
-        limits = [min(limit, limit_of("eager", placement, rank, microbatches)) for rank, limit in enumerate(limits)]
+        over = _over(policy, placement, microbatches)
+        name, limits = over.name, over.limits
+        if name in RULES:
+            return _rule_rows(replace(policy, hint=name, mode="ready"), placement, microbatches)
     rows = lists.generate(name, placement, microbatches, limits, split=policy.split)
     if one_chunk:
         return rows

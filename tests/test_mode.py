@@ -6,7 +6,8 @@ from rrfp.policy import Policy
 
 
 @pytest.mark.parametrize(("text", "policy"), [
-    ("ready:announced:1f1b", Policy()),
+    ("ready:auto:1f1b", Policy()),
+    ("ready:announced:1f1b", Policy(hint="announced")),
     ("strict:1f1b:1f1b", Policy(hint="1f1b", mode="strict")),
     ("ready:fill-r:2p-1", Policy(hint="fill-r", limit="2p-1", split=True)),
     ("ready:fill:2p-1:split", Policy(hint="fill", limit="2p-1", split=True)),

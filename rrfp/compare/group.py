@@ -144,9 +144,10 @@ class Stage:
             self.placement, self.rank, job.microbatches, durations=self._durations.get(name))
         executor = WorkExecutor(job.duration, work=self.work, release=self._transport.release, nbytes=job.nbytes)
         self._engine.recorder = recorder = self._recorders.of(job, self.placement.stages_of(self.rank))
+        recorder.mode = mode_name(policy.settled(self.placement, job.microbatches))
 
         def go():
-            self._engine.run(scheduler, executor, announce=policy.announces, microbatches=job.microbatches)
+            self._engine.run(scheduler, executor, announce=scheduler.announces, microbatches=job.microbatches)
             self._durations[name] = dict(scheduler.durations)
             return scheduler.peak_in_flight, recorder.last_call.parts()
 

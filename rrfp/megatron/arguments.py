@@ -13,11 +13,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group = parser.add_argument_group(title="readiness-driven pipeline (RRFP)")
     group.add_argument("--pipeline-schedule", default="1f1b", choices=["1f1b", "rrfp"],
                        help="1f1b: Megatron's own schedule (default). rrfp: run what is ready; a schedule is only a hint.")
-    group.add_argument("--rrfp-hint", default="announced", metavar="HINT",
-                       help="what ranks the ready work: a rule (announced, bf, fb, b-first, f-first, alt, fill, fill-alt), a list (1f1b, "
-                       "gpipe; PyTorch's looped-bfs and interleaved-1f1b), with --rrfp-split-backward also bfw, fill-r, zb-h1, zb-h2 and "
-                       "PyTorch's interleaved-zero-bubble, a name given to rrfp.register_hint, module:function, or a file with one row of "
-                       "actions per rank. Default: %(default)s.")
+    group.add_argument("--rrfp-hint", default="auto", metavar="HINT",
+                       help="what ranks the ready work: auto (the best rule for the limit, the chunks and the split; default), a rule (announced, "
+                       "bf, fb, b-first, f-first, alt, fill, fill-alt), a list (1f1b, gpipe; PyTorch's looped-bfs and interleaved-1f1b), with "
+                       "--rrfp-split-backward also bfw, fill-r, zb-h1, zb-h2 and PyTorch's interleaved-zero-bubble, a name given to "
+                       "rrfp.register_hint, module:function, or a file with one row of actions per rank.")
     group.add_argument("--rrfp-mode", default="ready", choices=["ready", "strict"],
                        help="ready: the hint ranks, nothing waits for an absent entry. strict: the hint's list in fixed order, the control.")
     group.add_argument("--rrfp-limit", default="1f1b", metavar="LIMIT",

@@ -22,6 +22,7 @@ from rrfp.megatron.rerun import in_rerun, number_results
 from rrfp.megatron.runtime import Runtime, runtime_for
 from rrfp.megatron.split_backward import chunks_of, is_prepared
 from rrfp.megatron.tensors import Expected
+from rrfp.mode import mode_name
 from rrfp.policy import Policy
 from rrfp.scheduler.arbiter import Scheduler
 
@@ -126,6 +127,7 @@ def _run(runtime: Runtime, policy: Policy, context: StepContext, pp_group, descr
     if free and in_rerun():
         policy = dataclasses.replace(policy, order="microbatch")
     scheduler = _scheduler(runtime, policy, context, pp_group, describe_call)
+    runtime.recorder.mode = mode_name(policy.settled(runtime.placement, context.num_microbatches))
     _say_limits(runtime, policy, context.num_microbatches)
     if context.split:
         _say_split(runtime, policy, context)
@@ -134,7 +136,7 @@ def _run(runtime: Runtime, policy: Policy, context: StepContext, pp_group, descr
     executor = MegatronExecutor(context, release=runtime.transport.release, padding=padding,
                                 before_forward=number_results if free else None)
     try:
-        runtime.engine.run(scheduler, executor, announce=policy.announces, forward_only=context.forward_only,
+        runtime.engine.run(scheduler, executor, announce=scheduler.announces, forward_only=context.forward_only,
                            microbatches=context.num_microbatches)
         executor.finish()
     except BaseException:
@@ -154,6 +156,11 @@ def _scheduler(
         scheduler = policy.scheduler(
             runtime.placement, runtime.rank, context.num_microbatches, forward_only=context.forward_only, weightless=context.weightless,
             durations=runtime.durations, measured=measured)
+        if policy.split and (whole := next((action for action in scheduler.dependencies.tasks if action.kind == "B"), None)):
+            # Its gradients would be final while others of the stage still wait, and reductions go by the count of W.
+            raise ConfigurationError(
+                f"--rrfp-hint {policy.hint}: holds a whole backward ({whole}), and --rrfp-split-backward splits all of them; write "
+                f"I and W entries for every backward, or leave --rrfp-split-backward out")
         rows = f"digest {scheduler.digest[:12]}"
     except ConfigurationError as error:
         refusal, rows = error, f"refused ({error})"
@@ -186,7 +193,7 @@ def _say_limits(runtime: Runtime, policy: Policy, microbatches: int) -> None:
     if runtime.rank == 0:
         own, theirs = (" ".join(map(str, p.limits(runtime.placement, microbatches))) for p in (policy, Policy(limit="1f1b")))
         _say_once(
-            f"[rrfp] hint {policy.hint}, mode {policy.mode}, limit {policy.limit}, order {policy.order}; most activations in flight per stage "
+            f"[rrfp] hint {policy.describe(runtime.placement, microbatches)}, mode {policy.mode}, limit {policy.limit}, order {policy.order}; most activations in flight per stage "
             f"with {microbatches} microbatches: {own} (Megatron's 1F1B: {theirs})")
 
 

@@ -37,7 +37,7 @@ class Options:
     """
 
     schedule: str = "rrfp"
-    hint: str = "announced"
+    hint: str = "auto"
     mode: str = "ready"
     limit: str = "1f1b"
     order: str = "microbatch"

@@ -414,6 +414,11 @@ class Scheduler:
         return self._tasks[action]
 
     @property
+    def announces(self) -> bool:
+        """Whether this call's stages tell their neighbours when they start an action: equal on all ranks, as the policy is."""
+        return self.hint.listens
+
+    @property
     def finished(self) -> bool:
         """Every action of the call has completed."""
         return self.completed_count == len(self._tasks)

@@ -19,6 +19,8 @@ class Hint:
 
     strict = False
     """True: an order to obey; nothing may overrule it."""
+    listens = False
+    """True: it looks at what neighbours announce, so every stage has to announce what it starts."""
 
     def bind(self, scheduler: Scheduler) -> None:
         """Called once, before the first question."""
@@ -45,7 +47,9 @@ def _first(scheduler: Scheduler, *ways: str) -> Decision:
 class Rounds(Hint):
     """The paper's rounds: at most one action of the first direction, then at most one of the second (Appendix A, Algorithm 1).
 
-    W runs only when neither is ready, and then a new round begins (section 7.1). `bf` and `bfw` probe B first, `fb` F first.
+    W runs only when neither is ready, and then a new round begins (section 7.1): `bfw` is `bf` with I for B. `fb` probes F first.
+    What the paper leaves open: the W is the oldest of the rank; a forward that the limit does not admit is not ready; at the bound of
+    pending W the scheduler runs one before another I; what is left at the end drains oldest first.
     """
 
     def __init__(self, probes: str):
@@ -175,6 +179,8 @@ class Announced(_Listed):
         skips: K, how many missing entries may be skipped; None: any number.
         slack: in units of this rank's own average F.
     """
+
+    listens = True
 
     def __init__(self, row: Row, *, skips: int | None, slack: float):
         super().__init__(row)

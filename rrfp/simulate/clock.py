@@ -185,5 +185,5 @@ def simulate(
         schedulers = [policy.scheduler(placement, r, microbatches, forward_only=forward_only) for r in range(placement.ranks)]
         # An action is the key (kind, stage, microbatch).
         return drive(schedulers, durations.__getitem__, delay if delays else None, lanes=lanes or policy.lanes,
-                     announce=policy.announces, announce_delay=announce_delay,
+                     announce=schedulers[0].announces, announce_delay=announce_delay,
                      decision=decision, decide_ahead=decide_ahead)

@@ -177,7 +177,7 @@ def _ways(options: argparse.Namespace) -> list[Way]:
     else:
         if single and not options.hint:
             raise ConfigurationError(f"{single[0]}: belongs to --hint; name the hint, or use --modes")
-        words = [options.mode or "ready", options.hint or "announced", options.limit or "1f1b"]
+        words = [options.mode or "ready", options.hint or "auto", options.limit or "1f1b"]
         words += ["split"] * options.split + ([options.order] if options.order not in (None, "microbatch") else [])
         names = [BASELINE, ":".join(words)]
     return [_way(name, options) for name in names]

@@ -57,7 +57,7 @@ def search(
             is chosen for its luck in one of them.
         memory: activations that a rank may hold: one number for all, or one per rank.
         total: activations that all ranks together may hold.
-        hints: default: every built-in hint.
+        hints: default: every built-in hint but `auto`, which is one of the others.
         limits: as --rrfp-limit; default: every named shape, numbers up to the bound and, where ranks may hold different numbers (`total`, or
             a `memory` that differs), slopes.
         mode: "ready" or "strict".
@@ -123,7 +123,7 @@ def _groups(costs: Costs, memory, total, hints, limits, mode, split, lanes, orde
         slopes = sorted({f"{first}-{max(1, first * part // 4)}" for first in numbers for part in range(4)})
     for limit in limits or [*SHAPES, *map(str, numbers), *slopes]:
         for way in ways:
-            for hint in hints or BUILT_IN:
+            for hint in hints or (each for each in BUILT_IN if each != "auto"):
                 if hint in SPLIT_ONLY and not way:
                     continue
                 policy = Policy(hint=hint, mode=mode, limit=limit, order=order, lanes=lanes, split=way)

@@ -143,7 +143,7 @@ def test_importing_the_package_imports_neither_torch_nor_megatron():
 REFUSED = {
     "hint": (
         "--rrfp-hint fastest",
-        r"--rrfp-hint fastest: is neither a hint nor a file; use one of announced, .*1f1b, .*or a CSV file's path",
+        r"--rrfp-hint fastest: is neither a hint nor a file; use one of auto, announced, .*1f1b, .*or a CSV file's path",
     ),
     "hint of a split backward": ("--rrfp-hint zb-h1", "--rrfp-hint zb-h1: needs a backward split into I and W, .*1f1b"),
     "limit": (

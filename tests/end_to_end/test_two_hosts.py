@@ -107,7 +107,7 @@ def train(server, hosts, folder: Path, way: str, where: list[int], *arguments: s
 ], ids=["pipeline", "tensor"])
 def test_two_hosts_train_as_megatron_does(server, hosts, tmp_path, where, options):
     theirs, ours = (train(server, hosts, tmp_path / way, way, where, *options) for way in ("megatron", "rrfp"))
-    assert "[rrfp] hint announced" in ours.text and ours.log == theirs.log and len(ours.log) == 3
+    assert "[rrfp] hint auto: announced over 1f1b" in ours.text and ours.log == theirs.log and len(ours.log) == 3
     for rank, host in enumerate(where):
         assert addresses(ours.outputs[rank]) == {hosts.address("control", host)}
 

@@ -115,7 +115,7 @@ class Call:
     def chain(cls, placement, microbatches: int, policy: Policy | None = None, *, forward_only: bool = False) -> "Call":
         policy = policy or Policy()
         return cls(lambda rank: policy.scheduler(placement, rank, microbatches, forward_only=forward_only),
-                   announce=policy.announces, forward_only=forward_only, microbatches=microbatches,
+                   announce=policy.scheduler(placement, 0, microbatches).announces, forward_only=forward_only, microbatches=microbatches,
                    limits=tuple(policy.limits(placement, microbatches)))
 
 

@@ -234,7 +234,7 @@ def test_an_announced_message_is_waited_for_until_it_is_overdue(virtual):
     """0F1 is announced and late. Stage 1 leaves its pending W alone for a while, then takes it: woken by the clock alone."""
     placement = Placement.looped(2)
     cluster = virtual.Cluster.of(placement, duration=lambda action, _: 30.0 if str(action) == "0F1" else 1.0)
-    cluster.run(virtual.Call.chain(placement, 4, Policy(split=True))).check()
+    cluster.run(virtual.Call.chain(placement, 4, Policy(hint="announced", limit="2", split=True))).check()
     starts = {str(action): start for action, start in cluster[1].executor.log}
     # 0F1 was announced at 1, takes 1 by the announcer's average, and is overdue after 3 of the own average F, which is 1.
     assert starts["1I0"] == 2.0 and starts["1W0"] == 5.0 and starts["1F1"] == 31.0

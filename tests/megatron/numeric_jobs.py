@@ -62,20 +62,24 @@ def reduced_by(*, what, rows, microbatches, **settings):
     rrfp.register_hint("rows", lambda context: rows[parallel_state.get_data_parallel_rank()])
     DELAYS.seed, DELAYS.longest = 1, 0.0
     state.restore()
-    backward, is_last, running = MegatronExecutor._backward, GradientSync._is_last, []
+    backward, before, running = MegatronExecutor._backward, GradientSync.before_backward, []
 
     def recorded(self, action, tensors):
         running[:] = [action.microbatch]
         return backward(self, action, tensors)
 
+    def by_index(self, chunk):
+        self._backwards[chunk] = microbatches - 1 if running == [microbatches - 1] else 0
+        before(self, chunk)
+
     if what == "index":
-        MegatronExecutor._backward, GradientSync._is_last = recorded, lambda self, chunk: running == [microbatches - 1]
+        MegatronExecutor._backward, GradientSync.before_backward = recorded, by_index
     try:
         got = gpt.train(
             schedule(hint="rows", order="free", mode="strict", limit=str(microbatches)), model, optimizer, microbatches, steps=1
         )
     finally:
-        MegatronExecutor._backward, GradientSync._is_last = backward, is_last
+        MegatronExecutor._backward, GradientSync.before_backward = backward, before
     return relative(expected[0], got[0])
 
 

@@ -95,7 +95,7 @@ class Cell:
         known = self.behaviour(schedulers)
         if known not in _ranks:
             _ranks.clear()  # cells that share ranks follow each other
-            _ranks[known] = [Automaton(Rank(calls, lanes=self.lanes, announces=self.policy.announces and not self.any_choice,
+            _ranks[known] = [Automaton(Rank(calls, lanes=self.lanes, announces=calls[0][0].announces,
                                             any_choice=self.any_choice, roomy=self.roomy)) for calls in schedulers]
         ranks = _ranks[known]
         limits = self.policy.limits(self.stages, self.shape[1])
@@ -109,7 +109,7 @@ class Cell:
     def alone(self) -> list[tuple[tuple, Rank]]:
         """Its ranks, each by itself (one member, one call), and what two ranks that behave alike have in common."""
         members = [calls[0][0] for calls in self.schedulers()]
-        announces = self.policy.announces and not self.any_choice
+        announces = members[0].announces
         return [((self.shape[:3], self.placement, self.split, rank, announces, self.any_choice, _traits(scheduler)),
                  Rank([[scheduler]], announces=announces, any_choice=self.any_choice)) for rank, scheduler in enumerate(members)]
 

@@ -63,7 +63,7 @@ class Loop:
             port = Port()
             engine = Engine(rank=rank, owner=cell.stages.rank_of, transport=port, recorder=Silent(), timeout=1e9, clock=self._now,
                             agreement=self.domain.agreement(k) if self.domain else Solo())
-            engine.begin(scheduler, port, announce=cell.policy.announces and not cell.any_choice)
+            engine.begin(scheduler, port, announce=scheduler.announces)
             self.engines.append(engine)
             self.ports.append(port)
 

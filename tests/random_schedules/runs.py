@@ -199,7 +199,7 @@ def _call(case: Case, policy: Policy, microbatches: int, forward_only: bool) -> 
             made.hint = Any(f"{case.seed}/{rank}")
         return made
 
-    return Call(scheduler, announce=policy.announces, forward_only=forward_only, microbatches=microbatches,
+    return Call(scheduler, announce=policy.scheduler(placement, 0, microbatches).announces, forward_only=forward_only, microbatches=microbatches,
                 limits=tuple(policy.limits(placement, microbatches)))
 
 

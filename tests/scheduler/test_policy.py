@@ -53,7 +53,7 @@ def test_no_limit_exceeds_what_can_ever_be_in_flight():
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"hint": "nonsense"}, "--rrfp-hint nonsense: is neither a hint nor a file; use one of announced, bf,"),
+    ({"hint": "nonsense"}, "--rrfp-hint nonsense: is neither a hint nor a file; use one of auto, announced, bf,"),
     ({"mode": "lazy"}, "--rrfp-mode lazy: must be one of ready, strict"),
     ({"order": "reverse"}, "--rrfp-order reverse: must be one of microbatch, megatron, free"),
     ({"limit": "0"}, "--rrfp-limit 0: must be one of 1f1b, eager, 2p-1, 2p, a number of at least 1, a slope like 23-9, or paper:"),
@@ -176,8 +176,9 @@ def test_a_registered_hint_sees_its_context_and_may_change(registered):
 
     registered("mine", by_measurement)
     policy, placement = Policy(hint="mine", limit="2", mode="strict"), Placement.looped(2)
-    assert policy.adapts and not policy.announces
+    assert policy.adapts
     before = policy.scheduler(placement, 1, 2)
+    assert not before.announces
     after = policy.scheduler(placement, 1, 2, measured={("F", 0): 2.0})
     assert before.digest != after.digest
     assert before.digest == policy.scheduler(placement, 0, 2).digest, "equal on every rank"

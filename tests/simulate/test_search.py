@@ -64,7 +64,7 @@ def test_slopes_where_ranks_may_differ():
     found = search(draw, memory=12, total=28, split=False)
     flat = search(draw, memory=12, total=28, split=False, limits=[str(number) for number in range(1, 8)])
     # As fast with less memory: a slope fits what the ranks need.
-    assert found[0].limits == (5, 4, 3, 2) and flat[0].limits == (5, 5, 5, 5) and found[0].seconds == pytest.approx(flat[0].seconds)
+    assert found[0].limits == (6, 4, 3, 1) and flat[0].limits == (6, 6, 6, 6) and found[0].seconds == pytest.approx(flat[0].seconds)
     assert not any("-" in each.policy.limit and each.policy.limit != "2p-1" for each in search(draw, memory=7, split=False))
 
 

@@ -62,7 +62,7 @@ class Rank:
             return self._rng.random() * 0.004
 
         executor = WorkExecutor(duration, work=Sleep(), release=self.transport.release, nbytes=1 << 10)
-        self.engine.run(scheduler, executor, announce=policy.announces, microbatches=microbatches)
+        self.engine.run(scheduler, executor, announce=scheduler.announces, microbatches=microbatches)
         return order
 
     def close(self) -> None:
