@@ -10,7 +10,7 @@ from typing import Any
 from rrfp.comm.rendezvous import Fact
 from rrfp.megatron.options import Options
 
-_FLAGS = ("hint", "mode", "limit", "order", "lanes", "agreement", "decide_ahead", "timeout", "emulate", "inject")
+_FLAGS = ("hint", "mode", "limit", "memory_fraction", "order", "lanes", "agreement", "decide_ahead", "timeout", "emulate", "inject")
 
 
 def job_facts(options: Options, *, world_size: int, pipeline_size: int) -> dict[str, Fact]:

@@ -18,6 +18,7 @@ class Options:
 
     schedule: `1f1b` leaves Megatron's schedule in place; `rrfp` replaces it.
     hint, mode, limit, order, lanes: see `rrfp.policy.Policy`.
+    memory_fraction: the share of the device's memory that limit `auto` may fill; see docs/limits.md.
     agreement: how ranks whose actions share collectives agree: one of `rrfp.tp_coord.opening.KINDS`.
     decide_ahead: they agree on the next action before the running one; see docs/agreement.md.
     interface: network interface or address for messages between hosts; None: the one that faces the master.
@@ -35,7 +36,8 @@ class Options:
     schedule: str = "rrfp"
     hint: str = "announced"
     mode: str = "ready"
-    limit: str = "1f1b"
+    limit: str = "auto"
+    memory_fraction: float = 0.9
     order: str = "microbatch"
     lanes: int = 1
     agreement: str = "auto"
@@ -53,6 +55,9 @@ class Options:
             raise ConfigurationError(f"--pipeline-schedule {self.schedule}: no such schedule; choose one of {', '.join(SCHEDULES)}")
         if self.timeout is not None and not 0 < self.timeout < float("inf"):
             raise ConfigurationError(f"--rrfp-timeout {self.timeout:g}: a timeout is a number of seconds above 0; nothing waits for ever")
+        if not 0 < self.memory_fraction <= 1:
+            raise ConfigurationError(f"--rrfp-memory-fraction {self.memory_fraction:g}: a share of the device's memory is above 0 and at most 1; "
+                                     "use for example .9")
         if self.agreement not in KINDS:
             raise ConfigurationError(f"--rrfp-agreement {self.agreement}: no such way to agree; choose one of {', '.join(KINDS)}")
         if self.emulate is not None:
