@@ -15,7 +15,7 @@ from rrfp.errors import ConfigurationError
 from rrfp.megatron.compatibility import check_call, delegation
 from rrfp.megatron.executor import MegatronExecutor, StepContext
 from rrfp.megatron.facts import first_call_facts
-from rrfp.megatron.limits import MeasuredLimits, Shape
+from rrfp.megatron.limits import MeasuredLimits, Shape, describe_limit
 from rrfp.megatron.measured import gather_durations
 from rrfp.megatron.memory import Meter
 from rrfp.megatron.microbatches import MicrobatchIterator
@@ -74,8 +74,8 @@ def make_forward_backward(options: Options, *, original: Callable, interleaved: 
         check_call(getattr(models[0], "ddp_config", None), order=options.order)  # FSDP is named there
         groups, pp_group = _groups(p2p_communicator, pg_collection)
         runtime = runtime_for(options, pp_group, collection=groups, chunks=len(models))
-        policy, meter = limits.begin(runtime, groups, pp_group, models, Shape(num_microbatches, micro_batch_size, decoder_seq_length or seq_length),
-                                     forward_only=forward_only)
+        policy, meter = limits.begin(options.policy, runtime, groups, pp_group, models,
+                                     Shape(num_microbatches, micro_batch_size, decoder_seq_length or seq_length), forward_only=forward_only)
         finalize = config.finalize_model_grads_func is not None and not forward_only
         last_stage = runtime.rank == runtime.placement.ranks - 1
         embedding = schedules.clear_embedding_activation_buffer(config, model, last_stage) if finalize else None
@@ -103,7 +103,7 @@ def make_forward_backward(options: Options, *, original: Callable, interleaved: 
         describe_call = functools.partial(
             first_call_facts, config, groups, microbatches=num_microbatches, micro_batch_size=micro_batch_size,
             seq_length=decoder_seq_length or seq_length, forward_only=forward_only)
-        _run(runtime, policy, context, pp_group, describe_call, meter, say=limits.describe(policy))
+        _run(runtime, policy, context, pp_group, describe_call, meter, limit=describe_limit(options.policy, policy))
 
         if finalize:
             schedules.finish_embedding_wgrad_compute(config, embedding, last_stage, groups.tp)
@@ -123,17 +123,17 @@ def make_forward_backward(options: Options, *, original: Callable, interleaved: 
 
 def _run(
     runtime: Runtime, policy: Policy, context: StepContext, pp_group, describe_call: Callable[..., dict[str, Fact]], meter: Meter | None, *,
-    say: str | None,
+    limit: str | None,
 ) -> None:
-    """One call of the engine. describe_call(rows=...): what all ranks must have alike in the first. say: the limit in words, if it is news."""
+    """One call of the engine. describe_call(rows=...): what all ranks must have alike in the first. limit: in words, if it is news."""
     padding = runtime.padding
     runtime.recorder.mode = mode_name(policy)
     free = policy.order == "free"
     if free and in_rerun():
         policy = dataclasses.replace(policy, order="microbatch")
     scheduler = _scheduler(runtime, policy, context, pp_group, describe_call)
-    if say is not None:
-        _say_limits(runtime, policy, say, context.num_microbatches)
+    if limit is not None:
+        _say_limits(runtime, policy, limit, context.num_microbatches)
     if padding is not None:
         padding.begin(context.call, context.num_microbatches)
     executor = MegatronExecutor(context, release=runtime.transport.release, padding=padding,

@@ -5,6 +5,7 @@ beginning of a call, on figures of the last: by one rank, from the least room th
 since ranks at one stage of all replicas may share collectives. All of it is said in small collectives over Megatron's own groups, once.
 """
 
+import math
 import sys
 import weakref
 from collections.abc import Sequence
@@ -42,8 +43,14 @@ class Shape(NamedTuple):
 
 @dataclass
 class _Case:
-    """What is known for one shape."""
+    """What is known for one policy and shape.
 
+    policy: what was asked for. base: the same at 1F1B's limit.
+    """
+
+    policy: Policy
+    base: Policy
+    microbatches: int
     chosen: Policy | None = None
     calls: int = 0
     meter: Meter | None = None
@@ -55,33 +62,36 @@ class MeasuredLimits:
     """The policy of each call, as long as its limit is not known beforehand. One per installed schedule."""
 
     def __init__(self, options: Options):
-        self._options, self._asked = options, options.policy.limit
-        # Strict is the control: Megatron's own list and memory, unless another limit is asked for.
-        self._measures = is_measured(self._asked) and not (options.policy.mode == "strict" and self._asked == "auto")
-        self._base = replace(options.policy, limit="1f1b") if is_measured(self._asked) else options.policy
-        self._cases: weakref.WeakKeyDictionary[Any, dict[Shape, _Case]] = weakref.WeakKeyDictionary()
+        self._fraction = options.memory_fraction
+        self._cases: weakref.WeakKeyDictionary[Any, dict[tuple[Policy, Shape], _Case]] = weakref.WeakKeyDictionary()
         self._stepped = False
         self._hook = None
 
-    def begin(self, runtime, groups, pp_group, models, shape: Shape, *, forward_only: bool) -> tuple[Policy, Meter | None]:
+    def begin(
+        self, policy: Policy, runtime, groups, pp_group, models, shape: Shape, *, forward_only: bool,
+    ) -> tuple[Policy, Meter | None]:
         """The policy of the call that begins, and what measures it, if anything does. All ranks of the job call it alike.
 
         Args:
+            policy: what was asked for.
             groups: Megatron's process groups; of tp and dp_cp together come all ranks at one place of their pipelines.
             models: the rank's chunks.
 
         Raises:
             ConfigurationError: on every rank, if `memory:<GiB>` is too little, or can't be kept to.
         """
-        if not self._measures:
-            return self._base, None
+        if not is_measured(policy.limit):
+            return policy, None
+        base = replace(policy, limit="1f1b")
+        if _is_control(policy):
+            return base, None
         cases = self._cases.setdefault(runtime, {})
         if forward_only:  # holds no activation
-            return getattr(cases.get(shape), "chosen", None) or self._base, None
+            return getattr(cases.get((policy, shape)), "chosen", None) or base, None
         first = not cases  # warms up: what it allocates once is no activation's
-        case = cases.setdefault(shape, _Case(calls=0 if first else 1))
+        case = cases.setdefault((policy, shape), _Case(policy, base, shape.microbatches, calls=0 if first else 1))
         if case.chosen is None and case.meter is not None and case.calls >= 2:
-            self._consult(runtime, groups, pp_group, models, shape, case)
+            self._consult(runtime, groups, pp_group, models, case)
         if case.chosen is not None:
             return case.chosen, None
         if self._hook is None and not self._stepped:
@@ -89,30 +99,22 @@ class MeasuredLimits:
         case.calls += 1
         case.meter, case.stepped = Meter(device()), self._stepped
         runtime.recorder.keep_next()
-        return self._base, case.meter
-
-    def describe(self, policy: Policy) -> str | None:
-        """The limit of a call under `policy`, in words; None if it was said when it was chosen."""
-        if policy.limit == self._asked:
-            return self._asked
-        if policy.limit != self._base.limit:
-            return None
-        return f"{self._asked} ({policy.limit} {'until memory is measured' if self._measures else 'in strict mode'})"
+        return base, case.meter
 
     def _note_step(self, *_) -> None:
         self._stepped = True
         self._hook.remove()
 
-    def _consult(self, runtime, groups, pp_group, models, shape: Shape, case: _Case) -> None:
+    def _consult(self, runtime, groups, pp_group, models, case: _Case) -> None:
         """Sets `case.chosen`, unless some rank has to measure on."""
         runtime.engine.latch.raise_if_set()  # who is lost takes part in no collective
-        meter, memory = case.meter, gibibytes(self._asked)
-        known = case.stepped or memory is not None
+        meter = case.meter
+        known = case.stepped or gibibytes(case.policy.limit) is not None
         reserve = 0 if known else STATE * sum(p.numel() for model in models for p in model.parameters() if p.requires_grad)
         absent = meter.device.absent()
         if absent is not None:
             print(f"[rrfp] {runtime.name(runtime.rank)}: what an activation holds can't be measured: {absent}", file=sys.stderr, flush=True)
-        idle = meter.device.budget(self._options.memory_fraction) - meter.device.peak() - reserve
+        idle = meter.device.budget(self._fraction) - meter.device.peak() - reserve
         mine = [float(known or case.calls > _LONGEST), float(absent is None), -float(meter.activation), idle]
         everyone = _least(mine, [groups.tp, getattr(groups, "dp_cp", None)], pp_group)
         if not all(ready for ready, *_ in everyone):
@@ -123,59 +125,69 @@ class MeasuredLimits:
             torch.distributed.gather_object(runtime.recorder.kept, traces, dst=_global(pp_group, 0), group=pp_group)
             if runtime.rank == 0:
                 rooms = None if not all(there for _, there, *_ in everyone) else [Room(-least, idle) for _, _, least, idle in everyone]
-                answer = self._answer(runtime.placement, shape.microbatches, rooms, traces)
+                given = gibibytes(case.policy.limit)
+                answer = _within(case, runtime.placement, rooms) if given else self._auto(case, runtime.placement, rooms, traces)
         limits, line = _told(answer, groups, pp_group, runtime.rank)
         if limits is None:
             raise ConfigurationError(line)
-        if answer is not None and runtime.rank == 0:
+        if answer is not None:
             print(f"[rrfp] {line}", file=sys.stderr, flush=True)
-        own = self._base.limits(runtime.placement, shape.microbatches)
-        case.chosen = self._base if limits == own else replace(self._base, limit=listed(limits))
-        case.meter = None
+        own = case.base.limits(runtime.placement, case.microbatches)
+        case.chosen = case.base if limits == own else replace(case.base, limit=listed(limits))
+        case.meter, runtime.recorder.kept = None, []
 
-    @property
-    def _base_limit(self) -> str:
-        return self._options.policy.limit
-
-    def _answer(self, placement, microbatches: int, rooms: list[Room] | None, traces: list[list]) -> tuple[list[int] | None, str]:
-        """The limits and the line that says why; no limits: refused."""
-        limit, own = self._asked, self._base.limits(placement, microbatches)
-        start = f"limit {limit} with {microbatches} microbatches"
-        memory = gibibytes(limit)
-        if memory is not None:
-            return self._within(placement, microbatches, rooms, memory)
+    def _auto(self, case: _Case, placement, rooms: list[Room] | None, traces: list[list]) -> tuple[list[int], str]:
+        """The limits for `auto`, and the line that says why."""
+        own, start = case.base.limits(placement, case.microbatches), f"limit auto with {case.microbatches} microbatches"
         stays = f"{start}: stays at Megatron's 1F1B, {_counts(own)} activations in flight per stage"
         if rooms is None:
             return own, f"{stays}: what one holds can't be measured on every rank"
-        most = fitting(placement, microbatches, rooms)
+        most = fitting(placement, case.microbatches, rooms)
         if most == own:
             rank = min(range(placement.ranks), key=lambda rank: rooms[rank].idle / max(rooms[rank].activation, 1))
-            return own, (f"{stays}: stage {rank} has {_gib(rooms[rank].idle)} idle, of --rrfp-memory-fraction "
-                         f"{self._options.memory_fraction:g}, and one more holds {_gib(rooms[rank].activation)}")
+            return own, (f"{stays}: rank {rank} has {_size(max(0.0, rooms[rank].idle))} idle below --rrfp-memory-fraction {self._fraction:g}, and "
+                         f"one more holds {_size(rooms[rank].activation)}")
         try:
-            choice = choose(self._base, costs_of(assemble(dict(enumerate(traces)))), most, seconds=_SECONDS)
+            choice = choose(case.base, costs_of(assemble(dict(enumerate(traces)))), most, seconds=_SECONDS)
         except ConfigurationError as error:
             return own, f"{stays}: what more would bring can't be simulated ({error})"
         return list(choice.limits), _chosen(start, choice, own, most, rooms)
 
-    def _within(self, placement, microbatches: int, rooms: list[Room] | None, memory: float) -> tuple[list[int] | None, str]:
-        """As `_answer`, for `memory:<GiB>`."""
-        name = f"--rrfp-limit {self._asked}"
-        if rooms is None:
-            return None, f"{name}: what an activation holds can't be measured on every rank; use a number of activations"
-        held = [room.activation for room in rooms]
-        own, limits = self._base.limits(placement, microbatches), within(placement, microbatches, held, memory * GIB)
-        least = max(number * one for number, one in zip(own, held, strict=True))
-        try:
-            if limits[-1] < 1:
-                raise ConfigurationError("not even one activation fits")
-            replace(self._base, limit=listed(limits)).scheduler(placement, 0, microbatches)
-        except ConfigurationError as error:
-            return None, (f"{name}: too little ({error}): an activation holds up to {_gib(max(held))}, Megatron's 1F1B "
-                          f"({_counts(own)} per stage) {_gib(least)}; use memory:{least / GIB:.3g} or more")
-        fewer = any(number < one for number, one in zip(limits, own, strict=True))
-        return limits, (f"limit {self._asked} with {microbatches} microbatches: {_counts(limits)} activations in flight per stage (Megatron's 1F1B: "
-                        f"{_counts(own)}{', which needs ' + _gib(least) + ': fewer is slower' if fewer else ''}); one holds up to {_gib(max(held))}")
+
+def describe_limit(asked: Policy, policy: Policy) -> str | None:
+    """The limit of a call under `policy`, in words; None if it was said when it was chosen."""
+    if policy.limit == asked.limit:
+        return asked.limit
+    if policy.limit != "1f1b":
+        return None
+    return f"{asked.limit} (1f1b {'in strict mode' if _is_control(asked) else 'until memory is measured'})"
+
+
+def _is_control(policy: Policy) -> bool:
+    """Strict is the control: Megatron's own memory, unless another limit is asked for."""
+    return policy.mode == "strict" and policy.limit == "auto"
+
+
+def _within(case: _Case, placement, rooms: list[Room] | None) -> tuple[list[int] | None, str]:
+    """The limits for `memory:<GiB>`, and the line that says why; no limits: why it is refused."""
+    limit, memory = case.policy.limit, gibibytes(case.policy.limit) * GIB
+    if rooms is None:
+        return None, f"--rrfp-limit {limit}: what an activation holds can't be measured on every rank; use a number of activations"
+    held = [room.activation for room in rooms]
+    own, limits = case.base.limits(placement, case.microbatches), within(placement, case.microbatches, held, memory)
+    needs = max(number * one for number, one in zip(own, held, strict=True))
+    try:
+        if limits[-1] < 1:
+            raise ConfigurationError("not even one activation fits")
+        replace(case.base, limit=listed(limits)).scheduler(placement, 0, case.microbatches)
+    except ConfigurationError as error:
+        return None, (f"--rrfp-limit {limit}: too little ({error}): an activation holds up to {_size(max(held))}, Megatron's 1F1B "
+                      f"({_counts(own)} per stage) {_size(needs)}; use memory:{math.ceil(1000 * needs / GIB) / 1000:g} or more")
+    fewer = ""
+    if any(number < one for number, one in zip(limits, own, strict=True)):
+        fewer = f", which needs {_size(needs)}: with fewer a call is slower"
+    return limits, (f"limit {limit} with {case.microbatches} microbatches: {_counts(limits)} activations in flight per stage (Megatron's 1F1B: "
+                    f"{_counts(own)}{fewer}); one holds up to {_size(max(held))}")
 
 
 def _chosen(start: str, choice: Choice, own: Sequence[int], most: Sequence[int], rooms: Sequence[Room]) -> str:
@@ -183,7 +195,7 @@ def _chosen(start: str, choice: Choice, own: Sequence[int], most: Sequence[int],
     gain = f"{choice.before / choice.seconds:.2f} times as fast in simulation" if list(choice.limits) != list(own) else "more would not help"
     part = "" if choice.whole else f", of {choice.tried} limits that {_SECONDS:g} s were enough for"
     return (f"{start}: {_counts(choice.limits)} activations in flight per stage (Megatron's 1F1B: {_counts(own)}; memory takes {_counts(most)}): "
-            f"{gain}{part}; one holds up to {_gib(max(room.activation for room in rooms))}")
+            f"{gain}{part}; one holds up to {_size(max(room.activation for room in rooms))}")
 
 
 def _least(mine: list[float], groups: Sequence[Any], pp_group) -> list[list[float]]:
@@ -222,5 +234,5 @@ def _counts(numbers: Sequence[int]) -> str:
     return " ".join(map(str, numbers))
 
 
-def _gib(size: float) -> str:
+def _size(size: float) -> str:
     return f"{size / GIB:.2f} GiB" if abs(size) >= 0.1 * GIB else f"{size / 2**20:.2f} MiB"

@@ -17,8 +17,6 @@ MARGIN = 0.1
 """An activation beyond 1F1B's is taken for so much larger than the largest that was measured: allocators round up and fragment."""
 NEAR = 0.01
 """How much slower than the best the chosen limits may be, if they hold less."""
-_FINAL = 0.03
-"""What is so near the best on the call as measured is tried on the other orders too."""
 _FIRSTS, _SLOPES, _DRAWS = 8, 4, 3
 
 
@@ -37,7 +35,7 @@ class Room(NamedTuple):
 class Choice:
     """The limits that were chosen, one per rank.
 
-    seconds, before: of a call in simulation, under them and at 1F1B's.
+    seconds, before: of the measured call in simulation, under them and at 1F1B's.
     tried: how many limits were simulated; whole: whether that was all of them.
     """
 
@@ -69,8 +67,8 @@ def within(placement: Placement, microbatches: int, activations: Sequence[float]
 def choose(policy: Policy, costs: Costs, most: Sequence[int], *, seconds: float) -> Choice:
     """The smallest limits, between 1F1B's and `most`, whose simulated time is within `NEAR` of the best.
 
-    All are tried on the call as measured. Those that come near the best there are judged by the median over it and over the same microbatches
-    in other orders, so that none is chosen for its luck with one order.
+    All are tried on the call as measured. Those that come near the best there must also come near their best in the median over it and over
+    the same microbatches in other orders, so that none is chosen for its luck with one order.
 
     Args:
         policy: what the limits are for.
@@ -93,16 +91,17 @@ def choose(policy: Policy, costs: Costs, most: Sequence[int], *, seconds: float)
             break
         measured[limits] = run(limits)
     best = min(measured.values())
-    near = sorted((limits for limits in measured if measured[limits] <= (1 + _FINAL) * best), key=lambda limits: (measured[limits] > best, sum(limits)))
+    near = [limits for limits in measured if measured[limits] <= (1 + NEAR) * best]
+    near.sort(key=lambda limits: (measured[limits] > best, sum(limits)))
     draws = [_reordered(costs, seed) for seed in range(1, _DRAWS)]
     times: dict[tuple[int, ...], float] = {}
-    for limits in dict.fromkeys([own, *near]):  # what is best on the call as measured, then from the least memory up
-        if len(times) > 1 and time.monotonic() >= start + seconds:
+    for limits in near:  # the best on the call as measured, then from the least memory up
+        if times and time.monotonic() >= start + seconds:
             break
         times[limits] = median([measured[limits], *(run(limits, draw) for draw in draws)])
     least = (1 + NEAR) * min(times.values())
     chosen = min((limits for limits, taken in times.items() if taken <= least), key=lambda limits: (sum(limits), times[limits]))
-    return Choice(chosen, times[chosen], times[own], len(measured), len(measured) == len(candidates))
+    return Choice(chosen, measured[chosen], measured[own], len(measured), len(measured) == len(candidates))
 
 
 def _candidates(placement: Placement, microbatches: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:

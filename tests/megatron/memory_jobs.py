@@ -11,35 +11,32 @@ from unittest import mock
 import model as gpt
 import torch
 from jobs import DELAYS, job, model_for, reference, schedule
-from megatron.core import parallel_state
 
 from rrfp.errors import ConfigurationError
-from rrfp.megatron import memory
+from rrfp.megatron import limits, memory
 from rrfp.megatron import runtime as runtimes
 
 BALLAST = 4 << 20
+DELAY = 0.008
+"""Seconds that actions last longer at most; messages are late by twice that. So more activations help."""
 _M_MMAP_THRESHOLD = -3
 
 
 class _Ballast(torch.autograd.Function):
     @staticmethod
-    def forward(context, tensor, size):
-        context.save_for_backward(torch.ones(size, dtype=torch.uint8))
+    def forward(context, tensor):
+        context.save_for_backward(torch.ones(BALLAST, dtype=torch.uint8))
         return tensor.clone()
 
     @staticmethod
     def backward(context, gradient):
-        return gradient, None
+        return gradient
 
 
-def heavy(size):
-    """Megatron's forward step, whose activation holds `size` bytes more. The numbers are the same."""
-
-    def forward_step(data_iterator, model):
-        output, loss_func = gpt.forward_step(data_iterator, model)
-        return _Ballast.apply(output, size), loss_func
-
-    return forward_step
+def heavy(data_iterator, model):
+    """Megatron's forward step, whose activation holds `BALLAST` bytes more. The numbers are the same."""
+    output, loss_func = gpt.forward_step(data_iterator, model)
+    return _Ballast.apply(output), loss_func
 
 
 def resident(name="VmRSS"):
@@ -51,25 +48,28 @@ def forget_peak():
 
 
 @job
-def measured(*, options, calls, budget=None, microbatches=12, spoilt=False, delay=0.01, ballast=BALLAST, resets=False, **settings):
+def measured(*, options, calls, budget=None, spoilt=False, compare=False, update=True, longest=10, **settings):
     """Calls of (microbatches, forward only) under `options`; what each was limited to, and how much memory it took beyond what was held before.
 
     budget: activations' worth of memory that is idle at rank r of the job, by rank; None: what the host has.
-    spoilt: what is measured is halved. resets: compare with Megatron's own schedule, which needs equal training calls throughout.
+    spoilt: what is measured is halved. compare: with Megatron's own schedule; all calls are then of the same microbatches, and train.
+    update: whether the optimizer steps. longest: calls after which that is not waited for any more.
     """
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
     model, optimizer, state = model_for(**settings)
-    expected = reference(microbatches, steps=len(calls), **settings) if resets else None
-    DELAYS.seed, DELAYS.longest = 1, delay
+    expected = reference(calls[0][0], steps=len(calls), **settings) if compare else None
+    DELAYS.seed, DELAYS.longest = 1, DELAY
     state.restore()
     function, iterator, results, seen = schedule(**options), gpt.iterators(), [], []
-    with mock.patch.object(memory.Host, "budget", lambda self, fraction: _budget(self, fraction, budget, ballast)), \
+    with mock.patch.object(memory.Host, "budget", lambda self, fraction: _budget(self, fraction, budget)), \
+            mock.patch.object(limits, "_LONGEST", longest), \
             mock.patch.object(memory.Meter, "activation", _halved if spoilt else memory.Meter.activation):
         try:
             for count, forward_only in calls:
                 forget_peak()
                 before = resident()
-                results.append(gpt.step(function, model, optimizer, iterator, count, forward_only=forward_only, forward_step_func=heavy(ballast)))
+                results.append(gpt.step(function, model, optimizer, iterator, count, forward_only=forward_only, update=update,
+                                        forward_step_func=heavy))
                 [runtime] = {id(each): each for each in runtimes._runtimes.values()}.values()
                 scheduler = runtime.engine.scheduler
                 seen.append({"limit": scheduler.limit, "held": scheduler.peak_in_flight, "memory": resident("VmHWM") - before,
@@ -77,22 +77,18 @@ def measured(*, options, calls, budget=None, microbatches=12, spoilt=False, dela
         except ConfigurationError as error:
             return str(error)
     difference = None
-    if resets:
+    if compare:
         results.append({"weights": {name: p.detach().clone() for name, p in gpt.named(model)}})
         difference = gpt.difference(expected, results)
     return {"calls": seen, "difference": difference}
 
 
-_real_budget = memory.Host.budget
+REAL_BUDGET = memory.Host.budget
 _halved = property(lambda meter, real=memory.Meter.activation: real.fget(meter) // 2)
 
 
-def _budget(host, fraction, activations, ballast):
+def _budget(host, fraction, activations):
     if activations is None:
-        return _real_budget(host, fraction)
-    return host.peak() + activations[int(os.environ["RANK"])] * ballast
+        return REAL_BUDGET(host, fraction)
+    return host.peak() + activations[int(os.environ["RANK"])] * BALLAST
 
-
-@job
-def place():
-    return parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_data_parallel_rank()
