@@ -56,6 +56,8 @@ class _Case:
     meter: Meter | None = None
     stepped: bool = False
     """Whether an optimizer had stepped before the last measured call, so that what it keeps was there."""
+    budget: float | None = None
+    """Bytes that this rank may take under what was chosen, until that was seen to be so."""
 
 
 class MeasuredLimits:
@@ -92,6 +94,8 @@ class MeasuredLimits:
         case = cases.setdefault((policy, shape), _Case(policy, base, shape.microbatches, calls=0 if first else 1))
         if case.chosen is None and case.meter is not None and case.calls >= 2:
             self._consult(runtime, groups, pp_group, models, case)
+        elif case.chosen is not None and case.budget is not None:
+            self._check(runtime, groups, pp_group, case)
         if case.chosen is not None:
             return case.chosen, None
         if self._hook is None and not self._stepped:
@@ -114,9 +118,10 @@ class MeasuredLimits:
         absent = meter.device.absent()
         if absent is not None:
             print(f"[rrfp] {runtime.name(runtime.rank)}: what an activation holds can't be measured: {absent}", file=sys.stderr, flush=True)
-        idle = meter.device.budget(self._fraction) - meter.device.peak() - reserve
+        budget = meter.device.budget(self._fraction)
+        idle = budget - meter.device.peak() - reserve
         mine = [float(known or case.calls > _LONGEST), float(absent is None), -float(meter.activation), idle]
-        everyone = _least(mine, [groups.tp, getattr(groups, "dp_cp", None)], pp_group)
+        everyone = _least(mine, groups, pp_group)
         if not all(ready for ready, *_ in everyone):
             return
         answer = None
@@ -134,7 +139,20 @@ class MeasuredLimits:
             print(f"[rrfp] {line}", file=sys.stderr, flush=True)
         own = case.base.limits(runtime.placement, case.microbatches)
         case.chosen = case.base if limits == own else replace(case.base, limit=listed(limits))
+        case.budget = budget if case.policy.limit == "auto" and limits != own else None
         case.meter, runtime.recorder.kept = None, []
+
+    def _check(self, runtime, groups, pp_group, case: _Case) -> None:
+        """After the first call under what `auto` chose: back to 1F1B's, should any rank have taken more than it may."""
+        runtime.engine.latch.raise_if_set()
+        left = [left for [left] in _least([case.budget - device().peak()], groups, pp_group)]
+        case.budget = None
+        if min(left) < 0:
+            case.chosen = case.base
+            if runtime.rank == 0 and _speaks(groups):
+                print(f"[rrfp] limit auto with {case.microbatches} microbatches: back to Megatron's 1F1B: rank {left.index(min(left))} took "
+                      f"{_size(-min(left))} more than --rrfp-memory-fraction {self._fraction:g} allows, which was not foreseen",
+                      file=sys.stderr, flush=True)
 
     def _auto(self, case: _Case, placement, rooms: list[Room] | None, traces: list[list]) -> tuple[list[int], str]:
         """The limits for `auto`, and the line that says why."""
@@ -198,29 +216,33 @@ def _chosen(start: str, choice: Choice, own: Sequence[int], most: Sequence[int],
             f"{gain}{part}; one holds up to {_size(max(room.activation for room in rooms))}")
 
 
-def _least(mine: list[float], groups: Sequence[Any], pp_group) -> list[list[float]]:
+def _least(mine: list[float], groups, pp_group) -> list[list[float]]:
     """For each rank of the pipeline, the least of each of these numbers over all ranks of its place: equal on every rank of the job."""
     numbers = torch.tensor(mine, dtype=torch.float64, device="cuda")
-    for group in groups:
-        if group is not None and group.size() > 1:
-            torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MIN, group=group)
+    for group in _place(groups):
+        torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MIN, group=group)
     everyone = [torch.empty_like(numbers) for _ in range(pp_group.size())]
     torch.distributed.all_gather(everyone, numbers, group=pp_group)
     return [each.tolist() for each in everyone]
 
 
+def _place(groups) -> list:
+    """Megatron's groups of ranks at one place of their pipelines: those that share tensors, then replicas. Both together reach all of them."""
+    return [group for group in (groups.tp, getattr(groups, "dp_cp", None)) if group is not None]
+
+
 def _speaks(groups) -> bool:
     """Whether this rank's pipeline is the one that chooses."""
-    return all(group is None or group.rank() == 0 for group in (groups.tp, getattr(groups, "dp_cp", None)))
+    return all(group.rank() == 0 for group in _place(groups))
 
 
 def _told(answer, groups, pp_group, rank: int):
     """What the choosing rank says, on every rank: first to its replicas and peers at the head of their pipelines, then down each pipeline."""
     box = [answer]
-    data, tensor = getattr(groups, "dp_cp", None), groups.tp
     if rank == 0:
-        if data is not None and tensor.rank() == 0:
-            torch.distributed.broadcast_object_list(box, src=_global(data, 0), group=data)
+        tensor, *replicas = _place(groups)
+        for group in replicas if tensor.rank() == 0 else []:
+            torch.distributed.broadcast_object_list(box, src=_global(group, 0), group=group)
         torch.distributed.broadcast_object_list(box, src=_global(tensor, 0), group=tensor)
     torch.distributed.broadcast_object_list(box, src=_global(pp_group, 0), group=pp_group)
     return box[0]

@@ -48,12 +48,13 @@ def forget_peak():
 
 
 @job
-def measured(*, options, calls, budget=None, spoilt=False, compare=False, update=True, longest=10, **settings):
+def measured(*, options, calls, budget=None, spoilt=False, compare=False, update=True, longest=10, surprise=None, **settings):
     """Calls of (microbatches, forward only) under `options`; what each was limited to, and how much memory it took beyond what was held before.
 
     budget: activations' worth of memory that is idle at rank r of the job, by rank; None: what the host has.
     spoilt: what is measured is halved. compare: with Megatron's own schedule; all calls are then of the same microbatches, and train.
-    update: whether the optimizer steps. longest: calls after which that is not waited for any more.
+    surprise: the call before which a GiB turns out to have been taken. update: whether the optimizer steps.
+    longest: calls after which that is not waited for any more.
     """
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
     model, optimizer, state = model_for(**settings)
@@ -63,6 +64,7 @@ def measured(*, options, calls, budget=None, spoilt=False, compare=False, update
     function, iterator, results, seen = schedule(**options), gpt.iterators(), [], []
     with mock.patch.object(memory.Host, "budget", lambda self, fraction: _budget(self, fraction, budget)), \
             mock.patch.object(limits, "_LONGEST", longest), \
+            mock.patch.object(memory.Host, "peak", lambda self: resident("VmHWM") + (surprise == len(seen)) * limits.GIB), \
             mock.patch.object(memory.Meter, "activation", _halved if spoilt else memory.Meter.activation):
         try:
             for count, forward_only in calls:

@@ -90,6 +90,12 @@ def test_without_a_step_of_the_optimizer_room_is_left_for_what_it_will_hold(grou
     assert modes_of(given_up)[:4] == ("ready:announced:1f1b",) * 4 and limits_of(given_up, 4) > OWN
 
 
+def test_back_to_1f1b_should_more_be_taken_than_was_foreseen(group):
+    calls, budget = training(5), [*PLENTY[:3], 3]
+    chosen = modes_of(group.run("measured", options={}, calls=calls, budget=budget, surprise=3))
+    assert chosen[2] != chosen[1] == chosen[3] == chosen[4]
+
+
 def test_strict_is_the_control_and_stays_at_1f1b(group):
     results = group.run("measured", options={"hint": "1f1b", "mode": "strict"}, calls=training(3), budget=PLENTY)
     assert modes_of(results) == ("strict:1f1b:1f1b",) * 3
@@ -181,7 +187,8 @@ def test_a_containers_bound_counts(tmp_path, monkeypatch):
 
 
 def test_a_gpus_budget_leaves_out_what_others_have_taken(monkeypatch):
-    cuda = SimpleNamespace(mem_get_info=lambda: (300, 1000), memory_reserved=lambda: 500, max_memory_reserved=lambda: 600, memory_allocated=lambda: 450)
+    cuda = SimpleNamespace(
+        mem_get_info=lambda: (300, 1000), memory_reserved=lambda: 500, max_memory_reserved=lambda: 600, memory_allocated=lambda: 450)
     monkeypatch.setattr(memory.torch, "cuda", cuda)
     gpu = memory.Gpu()
     assert gpu.budget(0.9) == 900 - 200 and gpu.peak() == 600 and gpu.held() == 450 and gpu.absent() is None
