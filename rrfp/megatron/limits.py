@@ -98,16 +98,22 @@ class MeasuredLimits:
             self._check(runtime, groups, pp_group, case)
         if case.chosen is not None:
             return case.chosen, None
-        if self._hook is None and not self._stepped:
-            self._hook = register_optimizer_step_post_hook(self._note_step)
+        self._watch_steps()
         case.calls += 1
         case.meter, case.stepped = Meter(device()), self._stepped
         runtime.recorder.keep_next()
         return base, case.meter
 
+    def _watch_steps(self) -> None:
+        """Has `_stepped` set by the next optimizer that steps: not by one that skips its step for want of a loss scale."""
+        if self._stepped and self._hook is not None:
+            self._hook.remove()  # not by itself: torch goes through its hooks then
+            self._hook = None
+        elif not self._stepped and self._hook is None:
+            self._hook = register_optimizer_step_post_hook(self._note_step)
+
     def _note_step(self, *_) -> None:
         self._stepped = True
-        self._hook.remove()
 
     def _consult(self, runtime, groups, pp_group, models, case: _Case) -> None:
         """Sets `case.chosen`, unless some rank has to measure on."""
