@@ -15,6 +15,7 @@ from jobs import DELAYS, job, model_for, reference, schedule
 from rrfp.errors import ConfigurationError
 from rrfp.megatron import limits, memory
 from rrfp.megatron import runtime as runtimes
+from rrfp.simulate.memory import Choice
 
 BALLAST = 4 << 20
 DELAY = 0.008
@@ -48,12 +49,13 @@ def forget_peak():
 
 
 @job
-def measured(*, options, calls, budget=None, spoilt=False, compare=False, update=True, longest=10, surprise=None, **settings):
+def measured(*, options, calls, budget=None, spoilt=False, compare=False, update=True, longest=10, surprise=None, greedy=False, **settings):
     """Calls of (microbatches, forward only) under `options`; what each was limited to, and how much memory it took beyond what was held before.
 
     budget: activations' worth of memory that is idle at rank r of the job, by rank; None: what the host has.
     spoilt: what is measured is halved. compare: with Megatron's own schedule; all calls are then of the same microbatches, and train.
     surprise: the call before which a GiB turns out to have been taken. update: whether the optimizer steps.
+    greedy: `auto` takes all that fits, whatever simulation says of times that other work on the machine may have disturbed.
     longest: calls after which that is not waited for any more.
     """
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
@@ -65,6 +67,7 @@ def measured(*, options, calls, budget=None, spoilt=False, compare=False, update
     peaks = []  # the kernel's is forgotten before each call
     with mock.patch.object(memory.Host, "budget", lambda self, fraction: _budget(self, fraction, budget)), \
             mock.patch.object(limits, "_LONGEST", longest), \
+            mock.patch.object(limits, "choose", _all_that_fits if greedy else limits.choose), \
             mock.patch.object(memory.Host, "peak", lambda self: max([resident("VmHWM"), *peaks]) + (surprise == len(seen)) * limits.GIB), \
             mock.patch.object(memory.Meter, "activation", _halved if spoilt else memory.Meter.activation):
         try:
@@ -84,6 +87,10 @@ def measured(*, options, calls, budget=None, spoilt=False, compare=False, update
         results.append({"weights": {name: p.detach().clone() for name, p in gpt.named(model)}})
         difference = gpt.difference(expected, results)
     return {"calls": seen, "difference": difference}
+
+
+def _all_that_fits(policy, costs, most, *, seconds):
+    return Choice(tuple(most), 1.0, 1.0, 1)
 
 
 REAL_BUDGET = memory.Host.budget

@@ -56,7 +56,7 @@ def test_with_exactly_1f1bs_memory_it_is_1f1b(group):
 
 
 def test_with_twice_that_it_takes_more_within_the_budget_and_no_number_changes(group):
-    results = group.run("measured", options={}, calls=training(4), budget=TWICE, compare=True)
+    results = group.run("measured", options={}, calls=training(4), budget=TWICE, compare=True, greedy=True)
     assert [result["difference"] for result in results] == [None] * 4
     chosen = limits_of(results, 2)
     assert chosen == limits_of(results, 3) and OWN < chosen and all(own <= limit <= 2 * own for own, limit in zip(OWN, chosen, strict=True))
@@ -77,7 +77,7 @@ def test_the_rank_with_least_memory_bounds_those_after_it(group):
 
 def test_other_microbatches_are_measured_anew_and_evaluation_is_none(group):
     calls = [*training(2), (M, True), *training(1), *training(1, 6), (6, True), *training(1, 6), *training(1)]
-    one, two, evaluated, chosen, other, _, its, back = modes_of(group.run("measured", options={}, calls=calls, budget=PLENTY))
+    one, two, evaluated, chosen, other, _, its, back = modes_of(group.run("measured", options={}, calls=calls, budget=PLENTY, greedy=True))
     assert {one, two, evaluated, other} == {"ready:announced:1f1b"}
     assert chosen == back != one, "one measured call more is enough for other microbatches, and what was chosen stays"
     assert its != other
@@ -86,13 +86,13 @@ def test_other_microbatches_are_measured_anew_and_evaluation_is_none(group):
 def test_without_a_step_of_the_optimizer_room_is_left_for_what_it_will_hold(group):
     waiting = group.run("measured", options={}, calls=training(4), budget=PLENTY, update=False)
     assert modes_of(waiting) == ("ready:announced:1f1b",) * 4
-    given_up = group.run("measured", options={}, calls=training(5), budget=PLENTY, update=False, longest=3)
+    given_up = group.run("measured", options={}, calls=training(5), budget=PLENTY, update=False, longest=3, greedy=True)
     assert modes_of(given_up)[:4] == ("ready:announced:1f1b",) * 4 and limits_of(given_up, 4) > OWN
 
 
 def test_back_to_1f1b_should_more_be_taken_than_was_foreseen(group):
     calls, budget = training(5), [*PLENTY[:3], 3]
-    chosen = modes_of(group.run("measured", options={}, calls=calls, budget=budget, surprise=3))
+    chosen = modes_of(group.run("measured", options={}, calls=calls, budget=budget, surprise=3, greedy=True))
     assert chosen[2] != chosen[1] == chosen[3] == chosen[4]
 
 
@@ -143,7 +143,7 @@ def test_replicas_take_the_same_limits_those_of_the_least_memory():
         results = group.run("measured", options={}, calls=training(3), budget=[20, 0, 0, 20], compare=True)
         assert [result["difference"] for result in results] == [None] * 4
         assert modes_of(results) == ("ready:announced:1f1b",) * 3
-        results = group.run("measured", options={}, calls=training(3), budget=[20, 1.2, 20, 20])
+        results = group.run("measured", options={}, calls=training(3), budget=[20, 1.2, 20, 20], greedy=True)
         # Ranks 0 and 1 are the first stages of the two pipelines.
         chosen = limits_of(results, 2)
         assert len(set(modes_of(results))) == 2 and chosen[:2] == [3, 3] and chosen[2] == chosen[3]
@@ -151,7 +151,7 @@ def test_replicas_take_the_same_limits_those_of_the_least_memory():
 
 def test_several_chunks_and_no_number_changes():
     with Group(2, virtual_pipeline_model_parallel_size=2) as group:
-        results = group.run("measured", options={}, calls=training(4), budget=PLENTY, compare=True, dropout=0.0)
+        results = group.run("measured", options={}, calls=training(4), budget=PLENTY, compare=True, dropout=0.0, greedy=True)
         assert [result["difference"] for result in results] == [None] * 2
         assert limits_of(results, 0) == [5, 3] and limits_of(results, 3) >= [5, 3]
 
