@@ -5,6 +5,7 @@ from pathlib import Path
 from rrfp.errors import ConfigurationError
 from rrfp.policy import BUILT_IN, SPLIT_ONLY, Policy
 from rrfp.scheduler import lists
+from rrfp.scheduler.limits import is_measured
 
 _ORDERS = ("free", "megatron")
 
@@ -38,6 +39,8 @@ def parse_mode(text: str) -> Policy:
             limit.append(word)
     if hint not in (*BUILT_IN, *lists.PUBLISHED) and Path(hint).is_file():
         split = split or lists.read_file(hint).splits
+    if limit and is_measured(":".join(limit)):
+        raise ConfigurationError(f"--modes {text}: limit {':'.join(limit)} is measured in training; name the limit itself, for example eager or 7,5,3,1")
     try:
         return Policy(hint=hint, mode=mode, limit=":".join(limit) or "1f1b", order=order, lanes=lanes, split=split)
     except ConfigurationError as error:

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RUNS = {
     "Megatron 1F1B": [],
     "RRFP strict (control)": ["--pipeline-schedule", "rrfp", "--rrfp-mode", "strict", "--rrfp-hint", "1f1b"],
-    "RRFP": ["--pipeline-schedule", "rrfp"],
+    "RRFP": ["--pipeline-schedule", "rrfp", "--rrfp-limit", "1f1b"],
     "RRFP, memory of 2P": ["--pipeline-schedule", "rrfp", "--rrfp-hint", "fill-alt", "--rrfp-limit", "2p"],
 }
 _ITERATION = re.compile(

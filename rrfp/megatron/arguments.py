@@ -20,9 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
                        "rrfp.register_hint, module:function, or a file with one row of actions per rank.")
     group.add_argument("--rrfp-mode", default="ready", choices=["ready", "strict"],
                        help="ready: the hint ranks, nothing waits for an absent entry. strict: the hint's list in fixed order, the control.")
-    group.add_argument("--rrfp-limit", default="1f1b", metavar="LIMIT",
-                       help="activations in flight per stage: 1f1b (P-s, Megatron's own; default), eager (2(P-s)-1), 2p-1, 2p, a number, a slope from "
-                       "the first rank to the last like 23-9, or paper:<n> (the paper's backpressure).")
+    group.add_argument("--rrfp-limit", default="auto", metavar="LIMIT",
+                       help="activations in flight per stage: auto (default; Megatron's own number while memory and times are measured, then as many as "
+                       "idle memory takes and simulation says help), 1f1b (P-s, Megatron's own), eager (2(P-s)-1), 2p-1, 2p, a number, a slope from "
+                       "the first rank to the last like 23-9, one number per rank like 7,5,3,1, memory:<GiB> (as many as fit into so much), or "
+                       "paper:<n> (the paper's backpressure).")
+    group.add_argument("--rrfp-memory-fraction", type=float, default=0.9, metavar="SHARE",
+                       help="what --rrfp-limit auto may fill: this share of the device's memory (on a CPU, of what is available).")
     group.add_argument("--rrfp-order", default="microbatch", choices=["microbatch", "megatron", "free"],
                        help="microbatch: forwards and backwards each in index order, results bitwise those of 1F1B (default). megatron: also "
                        "across chunks. free: any order; same mathematics, other rounding.")
@@ -62,7 +66,8 @@ def options_from(args: argparse.Namespace) -> Options:
         timeout = 60.0 * getattr(args, "distributed_timeout_minutes", 10)
     return Options(
         schedule=args.pipeline_schedule, hint=args.rrfp_hint, mode=args.rrfp_mode, limit=args.rrfp_limit, order=args.rrfp_order,
-        lanes=args.rrfp_lanes, split_backward=args.rrfp_split_backward, max_pending_w=args.rrfp_max_pending_w,
-        agreement=args.rrfp_agreement, decide_ahead=args.rrfp_decide_ahead, interface=args.rrfp_interface, timeout=timeout,
+        memory_fraction=args.rrfp_memory_fraction, lanes=args.rrfp_lanes, split_backward=args.rrfp_split_backward,
+        max_pending_w=args.rrfp_max_pending_w, agreement=args.rrfp_agreement, decide_ahead=args.rrfp_decide_ahead,
+        interface=args.rrfp_interface, timeout=timeout,
         trace=args.rrfp_trace, emulate=args.rrfp_emulate, inject=args.rrfp_inject, nvtx=bool(getattr(args, "profile", False)),
     )

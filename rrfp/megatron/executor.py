@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel import schedules
 from rrfp.action import Action, Edge
 from rrfp.comm.transport import Arrival, Payload
 from rrfp.megatron.gradient_sync import GradientSync
+from rrfp.megatron.memory import Meter
 from rrfp.megatron.microbatches import MicrobatchIterator
 from rrfp.megatron.padding import Padding
 from rrfp.megatron.split_backward import SplitChunk
@@ -77,6 +78,7 @@ class MegatronExecutor:
         release: gives a receive buffer back.
         padding: lengthens actions on purpose, or None.
         before_forward: called with the microbatch before each forward of the last stage, or None.
+        meter: measures what activations hold, or None.
     """
 
     capacity = 1
@@ -88,12 +90,14 @@ class MegatronExecutor:
         release: Callable[[Arrival], None],
         padding: Padding | None = None,
         before_forward: Callable[[int], None] | None = None,
+        meter: Meter | None = None,
     ):
         self.padded = 0.0
         self._context = context
         self._release = release
         self._padding = padding
         self._before_forward = before_forward
+        self._meter = meter
         self._device = torch.device("cuda", torch.cuda.current_device()) if _on_cuda() else torch.device("cpu")
         self._saved: dict[tuple[int, int], Saved] = {}
         """By (stage, microbatch): of forwards whose backward has not run."""
@@ -106,6 +110,8 @@ class MegatronExecutor:
     def launch(self, task: Task, inputs: tuple[Arrival, ...], done: Callable[[Mapping[Edge, Payload]], None]) -> None:
         action = task.action
         self._check(action, inputs)
+        if self._meter is not None:
+            self._meter.before()
         tensors = [tensor for arrival in inputs for tensor in from_arrival(arrival, release=self._release, device=self._device)]
         if self._padding is not None:
             self._padding.start()
@@ -113,6 +119,8 @@ class MegatronExecutor:
         result = run(action, tensors)
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
+        if self._meter is not None:
+            self._meter.after(action.kind, tensors)
         if self._padding is not None:
             self.padded = self._padding.finish(self._context.call, action)
         payload = to_payload(result) if task.sends else ()

@@ -15,7 +15,9 @@ from rrfp.errors import ConfigurationError
 from rrfp.megatron.compatibility import check_call, delegation
 from rrfp.megatron.executor import MegatronExecutor, StepContext
 from rrfp.megatron.facts import first_call_facts
+from rrfp.megatron.limits import MeasuredLimits, Shape, describe_limit
 from rrfp.megatron.measured import gather_durations
+from rrfp.megatron.memory import Meter
 from rrfp.megatron.microbatches import MicrobatchIterator
 from rrfp.megatron.options import Options
 from rrfp.megatron.rerun import in_rerun, number_results
@@ -36,6 +38,7 @@ def make_forward_backward(options: Options, *, original: Callable, interleaved: 
     interleaved: the contract of `forward_backward_pipelining_with_interleaving`: several chunks per rank. Any number of microbatches
         runs; Megatron's own refuses some (a remainder of M by the pipeline's size).
     """
+    limits = MeasuredLimits(options)
 
     @functools.wraps(original)
     def forward_backward(
@@ -71,9 +74,11 @@ def make_forward_backward(options: Options, *, original: Callable, interleaved: 
         check_call(config, order=options.order, split=is_prepared(models[0]))
         check_call(getattr(models[0], "ddp_config", None), order=options.order)  # FSDP is named there
         split = chunks_of(models) if options.split_backward and not forward_only else ()
-        policy = options.policy_for(config)
+        configured = options.policy_for(config)
         groups, pp_group = _groups(p2p_communicator, pg_collection)
         runtime = runtime_for(options, pp_group, collection=groups, chunks=len(models))
+        policy, meter = limits.begin(configured, runtime, groups, pp_group, models,
+                                     Shape(num_microbatches, micro_batch_size, decoder_seq_length or seq_length), forward_only=forward_only)
         finalize = config.finalize_model_grads_func is not None and not forward_only
         last_stage = runtime.rank == runtime.placement.ranks - 1
         embedding = schedules.clear_embedding_activation_buffer(config, model, last_stage) if finalize else None
@@ -102,7 +107,7 @@ def make_forward_backward(options: Options, *, original: Callable, interleaved: 
         describe_call = functools.partial(
             first_call_facts, config, groups, microbatches=num_microbatches, micro_batch_size=micro_batch_size,
             seq_length=decoder_seq_length or seq_length, forward_only=forward_only)
-        _run(runtime, policy, context, pp_group, describe_call)
+        _run(runtime, policy, context, pp_group, describe_call, meter, limit=describe_limit(configured, policy))
 
         if finalize:
             schedules.finish_embedding_wgrad_compute(config, embedding, last_stage, groups.tp)
@@ -120,21 +125,25 @@ def make_forward_backward(options: Options, *, original: Callable, interleaved: 
     return forward_backward
 
 
-def _run(runtime: Runtime, policy: Policy, context: StepContext, pp_group, describe_call: Callable[..., dict[str, Fact]]) -> None:
-    """One call of the engine. describe_call(rows=...): what all ranks must have alike in the first."""
+def _run(
+    runtime: Runtime, policy: Policy, context: StepContext, pp_group, describe_call: Callable[..., dict[str, Fact]], meter: Meter | None, *,
+    limit: str | None,
+) -> None:
+    """One call of the engine. describe_call(rows=...): what all ranks must have alike in the first. limit: in words, if it is news."""
     padding = runtime.padding
     free = policy.order == "free"
     if free and in_rerun():
         policy = dataclasses.replace(policy, order="microbatch")
     scheduler = _scheduler(runtime, policy, context, pp_group, describe_call)
     runtime.recorder.mode = mode_name(policy.settled(runtime.placement, context.num_microbatches))
-    _say_limits(runtime, policy, context.num_microbatches)
+    if limit is not None:
+        _say_limits(runtime, policy, limit, context.num_microbatches)
     if context.split:
         _say_split(runtime, policy, context)
     if padding is not None:
         padding.begin(context.call, context.num_microbatches)
     executor = MegatronExecutor(context, release=runtime.transport.release, padding=padding,
-                                before_forward=number_results if free else None)
+                                before_forward=number_results if free else None, meter=meter)
     try:
         runtime.engine.run(scheduler, executor, announce=scheduler.announces, forward_only=context.forward_only,
                            microbatches=context.num_microbatches)
@@ -188,12 +197,12 @@ def _activation(config, groups, *, seq_length: int, micro_batch_size: int, decod
     return Expected(None if dtype is None else str(dtype).removeprefix("torch."), shape, "from this rank's configuration")
 
 
-def _say_limits(runtime: Runtime, policy: Policy, microbatches: int) -> None:
+def _say_limits(runtime: Runtime, policy: Policy, limit: str, microbatches: int) -> None:
     """Once per number of microbatches: the most activations that each stage can hold, beside Megatron's own schedule."""
     if runtime.rank == 0:
         own, theirs = (" ".join(map(str, p.limits(runtime.placement, microbatches))) for p in (policy, Policy(limit="1f1b")))
         _say_once(
-            f"[rrfp] hint {policy.describe(runtime.placement, microbatches)}, mode {policy.mode}, limit {policy.limit}, order {policy.order}; most activations in flight per stage "
+            f"[rrfp] hint {policy.describe(runtime.placement, microbatches)}, mode {policy.mode}, limit {limit}, order {policy.order}; most activations in flight per stage "
             f"with {microbatches} microbatches: {own} (Megatron's 1F1B: {theirs})")
 
 

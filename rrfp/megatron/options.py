@@ -20,6 +20,7 @@ class Options:
 
     schedule: `1f1b` leaves Megatron's schedule in place; `rrfp` replaces it.
     hint, mode, limit, order, lanes: see `rrfp.policy.Policy`.
+    memory_fraction: the share of the device's memory that limit `auto` may fill; see docs/limits.md.
     split_backward: backwards run as I (input gradient, sent on) and W (weight gradients, in gaps); see docs/split.md.
     max_pending_w: how many microbatches of a rank may wait for their W. None: 1 under full recomputation, else no bound but the limit.
     agreement: how ranks whose actions share collectives agree: one of `rrfp.tp_coord.opening.KINDS`.
@@ -39,7 +40,8 @@ class Options:
     schedule: str = "rrfp"
     hint: str = "auto"
     mode: str = "ready"
-    limit: str = "1f1b"
+    limit: str = "auto"
+    memory_fraction: float = 0.9
     order: str = "microbatch"
     lanes: int = 1
     split_backward: bool = False
@@ -59,6 +61,9 @@ class Options:
             raise ConfigurationError(f"--pipeline-schedule {self.schedule}: no such schedule; choose one of {', '.join(SCHEDULES)}")
         if self.timeout is not None and not 0 < self.timeout < float("inf"):
             raise ConfigurationError(f"--rrfp-timeout {self.timeout:g}: a timeout is a number of seconds above 0; nothing waits for ever")
+        if not 0 < self.memory_fraction <= 1:
+            raise ConfigurationError(f"--rrfp-memory-fraction {self.memory_fraction:g}: a share of the device's memory is above 0 and at most 1; "
+                                     "use for example .9")
         if self.agreement not in KINDS:
             raise ConfigurationError(f"--rrfp-agreement {self.agreement}: no such way to agree; choose one of {', '.join(KINDS)}")
         if self.emulate is not None:

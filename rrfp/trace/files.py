@@ -2,8 +2,8 @@
 
 import json
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -166,12 +166,28 @@ def read(directory: Path, *, calls: Iterable[int] | None = None) -> Timeline:
         below = sorted({path.parent.name for path in directory.glob("*/rank*.jsonl")})
         way_out = f"name one of the directories in it: {', '.join(below)}" if below else "pass what --rrfp-trace was given"
         raise ConfigurationError(f"{directory} holds no trace: no file rank*.jsonl in it; {way_out}")
+    contents = {rank: _lines(path) for rank, path in sorted(named.items())}
+    notes = [f"{named[rank].name} ends in the middle of a line: rank {rank} was killed while writing" for rank, (_, cut) in contents.items() if cut]
+    timeline = assemble({rank: lines for rank, (lines, _) in contents.items()}, calls=calls, name=lambda rank: named[rank])
+    return replace(timeline, notes=(*notes, *timeline.notes))
+
+
+def assemble(
+    records: Mapping[int, list], *, calls: Iterable[int] | None = None, name: Callable[[int], object] = lambda rank: f"what rank {rank} recorded",
+) -> Timeline:
+    """The run whose ranks wrote these lines, as JSON values, each rank's header first (`rrfp.trace.recorder`).
+
+    Args:
+        calls: only these calls (default: all).
+        name: what errors call a rank's lines.
+
+    Raises:
+        ConfigurationError: lines that are no trace, or two ranks that claim the same stage.
+    """
     wanted = None if calls is None else set(calls)
     headers, traces, notes = {}, {}, []
-    for rank, path in sorted(named.items()):
-        lines, cut = _lines(path)
-        if cut:
-            notes.append(f"{path.name} ends in the middle of a line: rank {rank} was killed while writing")
+    for rank, lines in sorted(records.items()):
+        path = name(rank)
         if not lines:
             continue
         headers[rank] = header = _header(path, lines[0])
@@ -188,7 +204,7 @@ def read(directory: Path, *, calls: Iterable[int] | None = None) -> Timeline:
 
     # The newest file says how many ranks there were: files beyond that are of an earlier, larger run.
     newest = max(headers.values(), key=lambda header: header["wall"], default=None)
-    expected = (newest or {}).get("ranks") or max(named) + 1
+    expected = (newest or {}).get("ranks") or max(records) + 1
     for rank in [rank for rank in traces if rank >= expected]:
         notes.append(f"rank{rank}.jsonl is left over from an earlier run of more than {expected} ranks: not used")
         del traces[rank]
@@ -245,7 +261,7 @@ def _lines(path: Path) -> tuple[list, bool]:
         raise ConfigurationError(f"{path} is not a trace: {error}") from error
 
 
-def _header(path: Path, header) -> dict:
+def _header(path: object, header) -> dict:
     if not isinstance(header, dict) or header.get("rrfp_trace") != 1:
         raise ConfigurationError(f"{path} is not a trace that this version reads: its first line is {str(header)[:80]!r}")
     return header

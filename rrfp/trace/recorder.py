@@ -52,6 +52,9 @@ class Recorder:
     ):
         self.nvtx = nvtx
         self.mode = mode
+        self.kept: list = []
+        """The lines of the last call that was to be kept, the header first."""
+        self._keep = False
         self._rank = rank
         self._debug = debug
         self._file = None if directory is None else Path(directory) / f"rank{rank}.jsonl"
@@ -69,6 +72,10 @@ class Recorder:
         self._call = call
         self._begin = ("begin", call, microbatches, forward_only, now, *(() if self.mode is None else (self.mode,)))
         self._events.append(self._begin)
+
+    def keep_next(self) -> None:
+        """The next call is kept in memory too, as lines of the file: `kept`, once it has ended."""
+        self._keep = True
 
     def start_action(self, action: Action) -> None:
         """Before an action: opens its NVTX range. Does nothing unless `nvtx`."""
@@ -88,11 +95,11 @@ class Recorder:
         self._events.append(("wait", self._call, cause, start, end))
 
     def arrival(self, edge: Edge, microbatch: int, time: float) -> None:
-        if self._file is not None:
+        if self._file is not None or self._keep:
             self._events.append(("arrival", self._call, edge, microbatch, time))
 
     def sent(self, edge: Edge, microbatch: int, time: float) -> None:
-        if self._file is not None:
+        if self._file is not None or self._keep:
             self._events.append(("sent", self._call, edge, microbatch, time))
 
     def end_call(self, now: float) -> None:
@@ -101,6 +108,8 @@ class Recorder:
         self._close_ranges()
         _, call, microbatches, forward_only, begin, *_ = self._begin
         events = [event for event in self._events if event[1] == call]
+        if self._keep:
+            self.kept, self._keep = [self._clock(), *map(_line, events)], False
         try:
             self._last = break_down(
                 (event[2:] for event in events if event[0] == "action"),
@@ -129,7 +138,7 @@ class Recorder:
         if self._file is None or (not events and self._started):
             return
         lines = [json.dumps(self._clock())] if not self._started else []
-        lines += [json.dumps([str(part) if isinstance(part, (Action, Edge)) else part for part in event]) for event in events]
+        lines += [json.dumps(_line(event)) for event in events]
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             # Opened for each write: a forked child inherits neither a descriptor nor a buffer.
@@ -159,6 +168,11 @@ class Recorder:
             boot = ""
         clock = {"monotonic": time.monotonic(), "wall": time.time(), "boot": boot}
         return {"rrfp_trace": 1} | self._header | clock | {"host": socket.gethostname(), "pid": os.getpid()}
+
+
+def _line(event: tuple) -> list:
+    """An event as JSON holds it."""
+    return [str(part) if isinstance(part, (Action, Edge)) else part for part in event]
 
 
 def _nvtx():

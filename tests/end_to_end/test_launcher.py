@@ -145,10 +145,11 @@ REFUSED = {
         "--rrfp-hint fastest",
         r"--rrfp-hint fastest: is neither a hint nor a file; use one of auto, announced, .*1f1b, .*or a CSV file's path",
     ),
-    "hint of a split backward": ("--rrfp-hint zb-h1", "--rrfp-hint zb-h1: needs a backward split into I and W, .*1f1b"),
+    "hint of a split backward": ("--rrfp-hint zb-h1", "--rrfp-hint zb-h1: needs a backward split into I and W; add --rrfp-split-backward, or use fill-alt or 1f1b"),
     "limit": (
         "--rrfp-limit 0",
-        "--rrfp-limit 0: must be one of 1f1b, eager, 2p-1, 2p, a number of at least 1, a slope like 23-9, or paper:<number>",
+        "--rrfp-limit 0: must be one of auto, 1f1b, eager, 2p-1, 2p, a number of at least 1, a slope like 23-9, a list like 7,5,3,1, memory:<GiB>, or "
+        "paper:<number>",
     ),
     "timeout": ("--rrfp-timeout 0", "--rrfp-timeout 0: a timeout is a number of seconds above 0"),
     "lanes": ("--rrfp-lanes 0", "--rrfp-lanes 0: must be at least 1; use 1 "),
@@ -261,7 +262,7 @@ def test_megatrons_function_object_stays_unless_asked_otherwise(parser, tmp_path
     assert said["same"] == ([False, True, True] if way == "rrfp" else [not ours] * 3)
     assert said["module"][0] == ("megatron" if ours else "pipeline_parallel")
     assert said["argv"].endswith("launcher_script.py") and said["groups"] == 1
-    assert said["limit"] == ("eager" if "eager" in options else "1f1b")
+    assert said["limit"] == ("eager" if "eager" in options else "auto")
 
 
 def test_install_twice_uninstall_before_and_after_the_groups(tmp_path):

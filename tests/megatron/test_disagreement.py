@@ -42,7 +42,7 @@ HELLO = {
              "announced on ranks 0, 1, 3; bf on rank 2; give every rank the same --rrfp-hint"),
     "mode": ({"options": {3: {"mode": "strict"}}}, "--rrfp-mode",
              "ready on ranks 0, 1, 2; strict on rank 3; give every rank the same --rrfp-mode"),
-    "limit": ({"options": {0: {"limit": "2p"}}}, "--rrfp-limit", "2p on rank 0; 1f1b on ranks 1, 2, 3; give every rank the same --rrfp-limit"),
+    "limit": ({"options": {0: {"limit": "2p"}}}, "--rrfp-limit", "2p on rank 0; auto on ranks 1, 2, 3; give every rank the same --rrfp-limit"),
     "order": ({"options": {0: {"order": "free"}}}, "--rrfp-order",
               "free on rank 0; microbatch on ranks 1, 2, 3; give every rank the same --rrfp-order"),
     "timeout": ({"options": {0: {"timeout": 5.0}}}, "--rrfp-timeout",

@@ -24,6 +24,10 @@ REFUSED = [
     ({"limit": "-3"}, "--rrfp-limit -3", "at least 1"),
     ({"limit": "paper:0"}, "--rrfp-limit paper:0", "paper:<number>"),
     ({"limit": "paper:"}, "--rrfp-limit paper:", "paper:<number>"),
+    ({"limit": "memory:0"}, "--rrfp-limit memory:0", "memory:<GiB>"),
+    ({"limit": "1,2"}, "--rrfp-limit 1,2", "7,5,3,1"),
+    ({"memory_fraction": 0}, "--rrfp-memory-fraction 0", "above 0 and at most 1"),
+    ({"memory_fraction": 1.5}, "--rrfp-memory-fraction 1.5", "above 0 and at most 1"),
     ({"order": "any"}, "--rrfp-order any", "microbatch, megatron, free"),
     ({"lanes": 0}, "--rrfp-lanes 0", "use 1"),
     ({"hint": "fill-r"}, "--rrfp-hint fill-r", "add --rrfp-split-backward"),
@@ -58,6 +62,9 @@ def test_refused_in_one_line(options, named, way_out):
         {"hint": "bf", "mode": "strict", "limit": "eager"},
         {"limit": 3},
         {"limit": "paper:4"},
+        {"limit": "7,5,3,1"},
+        {"limit": "memory:2.5"},
+        {"limit": "auto", "memory_fraction": 0.5},
         {"lanes": 4, "order": "free"},
         {"timeout": 0.5},
         {"timeout": None},
@@ -99,7 +106,7 @@ def test_defaults_are_those_of_install_but_for_the_schedule():
 
 def test_every_option_has_its_flag():
     flags = parse(
-        *"--pipeline-schedule rrfp --rrfp-hint bf --rrfp-mode strict --rrfp-limit 5 --rrfp-order free --rrfp-lanes 2"
+        *"--pipeline-schedule rrfp --rrfp-hint bf --rrfp-mode strict --rrfp-limit 5 --rrfp-memory-fraction .5 --rrfp-order free --rrfp-lanes 2"
         " --rrfp-interface lo"
         " --rrfp-timeout 7 --rrfp-trace DIR --rrfp-emulate links:3:4".split(),
         profile=True,
@@ -109,6 +116,7 @@ def test_every_option_has_its_flag():
         hint="bf",
         mode="strict",
         limit="5",
+        memory_fraction=0.5,
         order="free",
         lanes=2,
         interface="lo",

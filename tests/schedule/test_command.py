@@ -144,7 +144,7 @@ def test_convert_refuses_what_cannot_run(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    ("show nonsense --ranks 2 --microbatches 2", "NAME|FILE nonsense: is neither a list nor a file; use one of announced"),
+    ("show nonsense --ranks 2 --microbatches 2", "NAME|FILE nonsense: is neither a list nor a file; use one of auto, announced"),
     ("check 1f1b --microbatches 2", "--ranks: is missing, and 1f1b is made for any size; give --ranks N"),
     ("check 1f1b --ranks 2", "--microbatches: is missing, and 1f1b"),
     ("check zb-v --ranks 2 --microbatches 4 --limit 2p", "--limit: zb-v is a published list, which is what it is; leave the option out"),
@@ -152,7 +152,7 @@ def test_convert_refuses_what_cannot_run(capsys, tmp_path):
     ("check FILE --microbatches 3", "--microbatches 3: FILE is for 1; leave"),
     ("check FILE --chunks 2", "--chunks 2: FILE is for 1; leave"),
     ("check FILE --split", "--split: FILE is a file, which says itself what runs; leave the option out"),
-    ("check 1f1b --ranks 2 --microbatches 2 --limit lots", "--rrfp-limit lots: must be one of 1f1b, eager"),
+    ("check 1f1b --ranks 2 --microbatches 2 --limit lots", "--rrfp-limit lots: must be one of auto, 1f1b, eager"),
     ("convert FILE /nowhere/out.csv", "OUT /nowhere/out.csv: there is no directory /nowhere"),
     ("convert FILE OUT --generator fill", "--generator fill: makes no list; name one of 1f1b, gpipe"),
     ("show FILE --picture out.jpg", "--picture out.jpg: is a PNG; give it a name that ends in .png"),

@@ -56,7 +56,8 @@ def test_no_limit_exceeds_what_can_ever_be_in_flight():
     ({"hint": "nonsense"}, "--rrfp-hint nonsense: is neither a hint nor a file; use one of auto, announced, bf,"),
     ({"mode": "lazy"}, "--rrfp-mode lazy: must be one of ready, strict"),
     ({"order": "reverse"}, "--rrfp-order reverse: must be one of microbatch, megatron, free"),
-    ({"limit": "0"}, "--rrfp-limit 0: must be one of 1f1b, eager, 2p-1, 2p, a number of at least 1, a slope like 23-9, or paper:"),
+    ({"limit": "0"}, "--rrfp-limit 0: must be one of auto, 1f1b, eager, 2p-1, 2p, a number of at least 1, a slope like 23-9, a list like 7,5,3,1, "
+     "memory:<GiB>, or paper:"),
     ({"limit": "4-"}, "--rrfp-limit 4-: must be one of"),
     ({"limit": "9-23"}, "--rrfp-limit 9-23: the first rank's limit must be at least the last one's, .* write 23-9, not 9-23"),
     ({"limit": "5-0"}, "--rrfp-limit 5-0: the first rank's limit must be at least the last one's, and that at least 1"),

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from rrfp.action import Action, Edge
-from rrfp.trace.files import read
+from rrfp.trace.files import assemble, read
 from rrfp.trace.recorder import Recorder
 
 
@@ -51,6 +51,24 @@ def test_the_file_holds_what_was_recorded_in_the_notation(tmp_path):
         ["sent", 1, "1>2", 0, 3.0],
         ["end", 1, 4.0],
     ]
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_call_can_be_kept_in_memory_whole(tmp_path, written):
+    """The next one alone, as the file has it, with or without a file."""
+    recorder = Recorder(rank=0, stages=[1], directory=tmp_path if written else None, ranks=1)
+    record(recorder, 1)
+    assert recorder.kept == []
+    recorder.keep_next()
+    record(recorder, 2, 10.0)
+    record(recorder, 3, 20.0)
+    header, *events = recorder.kept
+    assert header["rrfp_trace"] == 1 and events[1] == ["arrival", 2, "0>1", 0, 10.5] and [event[1] for event in events] == [2] * 6
+    timeline = assemble({0: recorder.kept})
+    assert timeline.calls == (2,) and timeline.of_call(2)[0].complete
+    if written:
+        assert timeline.of_call(2) == read(tmp_path).of_call(2)
+    assert not [event for event in recorder._events if event[0] == "arrival"]
 
 
 def test_the_file_and_the_live_breakdown_agree(make):
