@@ -81,7 +81,7 @@ def test_bitwise_equal_under_random_delays(two, options, full):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("settings", [
-    {"recompute": True}, {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp")}, {"tied": False},
+    {"recompute": True}, {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)}, {"tied": False},
     {"add_bias_linear": False}, {"calculate_per_token_loss": True}], ids=lambda settings: "-".join(settings))
 def test_bitwise_equal_whatever_the_model(two, settings, full):
     where = two.run("same", microbatches=5, seeds=list(range(10 if full else 1)), options=BFW, deadline=200, **settings)
@@ -193,7 +193,7 @@ def test_memory_of_pending_weight_gradients_is_flat_in_the_number_of_microbatche
     tokens, hidden, layers = 2 * 16, 32, 2
     one = 16 * hidden * tokens * 4 * layers
     for bound, settings, most in ((None, {}, 3), (2, {}, 2), (None, {"recompute": True}, 1)):
-        options = {"hint": "bfw", "limit": "3", "max_pending_w": bound}
+        options = {"hint": "bfw", "mode": "strict", "limit": "3", "max_pending_w": bound}  # what waits does not hang on times then
         peaks = [two.run("memory_of_pending", microbatches=m, options=options, **settings) for m in (4, 8, 16)]
         assert peaks[0] == peaks[1] == peaks[2], (bound, settings)
         assert max(count for _, count in peaks[0]) == most
