@@ -77,8 +77,8 @@ def make_forward_backward(options: Options, *, original: Callable, interleaved: 
         configured = options.policy_for(config)
         groups, pp_group = _groups(p2p_communicator, pg_collection)
         runtime = runtime_for(options, pp_group, collection=groups, chunks=len(models))
-        policy, meter = limits.begin(configured, runtime, groups, pp_group, models,
-                                     Shape(num_microbatches, micro_batch_size, decoder_seq_length or seq_length), forward_only=forward_only)
+        shape = Shape(num_microbatches, micro_batch_size, decoder_seq_length or seq_length)
+        policy, meter = limits.begin(configured, runtime, shape, forward_only=forward_only)
         finalize = config.finalize_model_grads_func is not None and not forward_only
         last_stage = runtime.rank == runtime.placement.ranks - 1
         embedding = schedules.clear_embedding_activation_buffer(config, model, last_stage) if finalize else None
@@ -108,6 +108,7 @@ def make_forward_backward(options: Options, *, original: Callable, interleaved: 
             first_call_facts, config, groups, microbatches=num_microbatches, micro_batch_size=micro_batch_size,
             seq_length=decoder_seq_length or seq_length, forward_only=forward_only)
         _run(runtime, policy, context, pp_group, describe_call, meter, limit=describe_limit(configured, policy))
+        limits.end(runtime, groups, pp_group, models)
 
         if finalize:
             schedules.finish_embedding_wgrad_compute(config, embedding, last_stage, groups.tp)

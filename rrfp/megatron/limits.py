@@ -1,8 +1,9 @@
 """Limits that are measured: `auto` and `memory:<GiB>` (--rrfp-limit). docs/limits.md says what they do.
 
 Until the choice is made, calls run at Megatron's own number of activations, under a `Meter`, with their trace kept. It is made at the
-beginning of a call, on figures of the last: by one rank, from the least room that any replica has, and the same on every rank of the job,
-since ranks at one stage of all replicas may share collectives. All of it is said in small collectives over Megatron's own groups, once.
+end of such a call: by one rank, from the least room that any replica has, and the same on every rank of the job, since ranks at one stage
+of all replicas may share collectives. All of it is said in small collectives over Megatron's own groups, once; at the end of a call, since
+whoever has run it is there to answer, while a rank may be late for the next one, which the engine would name and a collective would not.
 """
 
 import math
@@ -68,20 +69,16 @@ class MeasuredLimits:
         self._cases: weakref.WeakKeyDictionary[Any, dict[tuple[Policy, Shape], _Case]] = weakref.WeakKeyDictionary()
         self._stepped = False
         self._hook = None
+        self._open: _Case | None = None
+        """What the running call may decide."""
 
-    def begin(
-        self, policy: Policy, runtime, groups, pp_group, models, shape: Shape, *, forward_only: bool,
-    ) -> tuple[Policy, Meter | None]:
+    def begin(self, policy: Policy, runtime, shape: Shape, *, forward_only: bool) -> tuple[Policy, Meter | None]:
         """The policy of the call that begins, and what measures it, if anything does. All ranks of the job call it alike.
 
         Args:
             policy: what was asked for.
-            groups: Megatron's process groups; of tp and dp_cp together come all ranks at one place of their pipelines.
-            models: the rank's chunks.
-
-        Raises:
-            ConfigurationError: on every rank, if `memory:<GiB>` is too little, or can't be kept to.
         """
+        self._open = None
         if not is_measured(policy.limit):
             return policy, None
         base = replace(policy, limit="1f1b")
@@ -92,10 +89,7 @@ class MeasuredLimits:
             return getattr(cases.get((policy, shape)), "chosen", None) or base, None
         first = not cases  # warms up: what it allocates once is no activation's
         case = cases.setdefault((policy, shape), _Case(policy, base, shape.microbatches, calls=0 if first else 1))
-        if case.chosen is None and case.meter is not None and case.calls >= 2:
-            self._consult(runtime, groups, pp_group, models, case)
-        elif case.chosen is not None and case.budget is not None:
-            self._check(runtime, groups, pp_group, case)
+        self._open = case
         if case.chosen is not None:
             return case.chosen, None
         self._watch_steps()
@@ -103,6 +97,24 @@ class MeasuredLimits:
         case.meter, case.stepped = Meter(device()), self._stepped
         runtime.recorder.keep_next()
         return base, case.meter
+
+    def end(self, runtime, groups, pp_group, models) -> None:
+        """After a call's last action. All ranks of the job call it alike.
+
+        Args:
+            groups: Megatron's process groups; of tp and dp_cp together come all ranks at one place of their pipelines.
+            models: the rank's chunks.
+
+        Raises:
+            ConfigurationError: on every rank, if `memory:<GiB>` is too little, or can't be kept to.
+        """
+        case, self._open = self._open, None
+        if case is None:
+            return
+        if case.chosen is None and case.calls >= 2:
+            self._consult(runtime, groups, pp_group, models, case)
+        elif case.chosen is not None and case.budget is not None:
+            self._check(runtime, groups, pp_group, case)
 
     def _watch_steps(self) -> None:
         """Has `_stepped` set by the next optimizer that steps: not by one that skips its step for want of a loss scale."""

@@ -39,7 +39,7 @@ def test_equal_ranks_run(group):
 HELLO = {
     "lanes": ({"options": {1: {"lanes": 4}}}, "--rrfp-lanes", "1 on ranks 0, 2, 3; 4 on rank 1; give every rank the same --rrfp-lanes"),
     "hint": ({"options": {2: {"hint": "bf"}}}, "--rrfp-hint",
-             "announced on ranks 0, 1, 3; bf on rank 2; give every rank the same --rrfp-hint"),
+             "auto on ranks 0, 1, 3; bf on rank 2; give every rank the same --rrfp-hint"),
     "mode": ({"options": {3: {"mode": "strict"}}}, "--rrfp-mode",
              "ready on ranks 0, 1, 2; strict on rank 3; give every rank the same --rrfp-mode"),
     "limit": ({"options": {0: {"limit": "2p"}}}, "--rrfp-limit", "2p on rank 0; auto on ranks 1, 2, 3; give every rank the same --rrfp-limit"),
@@ -92,12 +92,14 @@ def test_the_first_call_is_compared_before_its_first_action(group, name):
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_another_number_of_microbatches_in_a_later_call(group, rank):
     calls = {"all": [{"microbatches": 4}, {"microbatches": 4}], rank: [{"microbatches": 4}, {"microbatches": 6}]}
-    line = everywhere(group, calls=calls)
+    results = group.run("disagreement", calls=calls)
+    lines = {text.splitlines()[0] for text, _ in results}
     near = [(low, low + 1) for low in (rank - 1, rank) if 0 <= low and low + 1 < RANKS]
     said = [f"PipelineError: stage {low} (rank {low}) failed (call 1): ranks {low} and {high} disagree on what call 1 is: microbatches "
             f"{6 if low == rank else 4} on rank {low}, {6 if high == rank else 4} on rank {high}; every rank must make the same calls "
             "in the same order" for low, high in near]
-    assert line in said
+    # Both its neighbours may see it at the same moment; a rank keeps what it hears first.
+    assert lines <= set(said) and max(seconds for _, seconds in results) < 30.0
 
 
 def test_evaluation_on_one_rank_and_training_on_the_others(group):

@@ -1,17 +1,11 @@
 """Published lists in the drop-in: losses, every gradient and the weights are bitwise Megatron's own, strict and ready, under random delays."""
 
-import dataclasses
-
 import pytest
 from group import Group
-
-from rrfp.megatron.options import Options
 
 MICROBATCHES = 4
 LAYOUTS = {"PP2": {}, "PP2xVPP2": {"virtual_pipeline_model_parallel_size": 2}}
 HINTS = {"PP2": ["gpipe", "looped-bfs", "interleaved-1f1b"], "PP2xVPP2": ["gpipe", "looped-bfs", "interleaved-1f1b"]}
-SPLITS = "split_backward" in {field.name for field in dataclasses.fields(Options)}
-"""Whether training can split the backward, which interleaved zero bubble needs."""
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
@@ -32,14 +26,6 @@ def test_bitwise_equal_under_random_delays(layout, mode, full):
     name, group = layout
     for hint in HINTS[name]:
         assert trained(group, hint, mode, list(range(20 if full else 1))) == [None, None], (name, hint)
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("mode", ["strict", "ready"])
-@pytest.mark.skipif(not SPLITS, reason="needs a split backward in training")
-def test_interleaved_zero_bubble(layout, mode, full):
-    name, group = layout
-    assert trained(group, "interleaved-zero-bubble", mode, list(range(20 if full else 1)), split_backward=True) == [None, None], name
 
 
 def test_another_order_of_microbatches_is_seen(layout):

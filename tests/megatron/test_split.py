@@ -1,5 +1,6 @@
 """The split backward (I and W): losses, every gradient and the weights bitwise those of Megatron's own schedule on ordinary layers."""
 
+import contextlib
 import itertools
 from pathlib import Path
 
@@ -141,6 +142,17 @@ def test_bitwise_equal_with_every_kind_of_parallelism(layout, full):
             where = group.run("same", microbatches=4, seeds=list(range(10 if full else 1)), steps=2, options=options, deadline=500,
                               **settings | dropout)
             assert where == [None] * group.ranks, (case, order)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mode", ["strict", "ready"])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_interleaved_zero_bubble(two, chunks, mode, full):
+    """PyTorch's list, with and without several chunks."""
+    with contextlib.nullcontext(two) if chunks == 1 else Group(script=SCRIPT, **SIZES["PP2xVPP2"]) as group:
+        options = {"hint": "interleaved-zero-bubble", "mode": mode, "limit": "8"}
+        where = group.run("same", microbatches=4, seeds=list(range(20 if full else 1)), options=options, dropout=0.0, deadline=300)
+        assert where == [None, None]
 
 
 def test_reductions_wait_for_every_gradient_and_are_counted_alike():
