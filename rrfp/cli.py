@@ -15,6 +15,7 @@ COMMANDS = {
     "compare": "rrfp.compare.command",
     "report": "rrfp.report.command",
     "schedule": "rrfp.schedule.command",
+    "balance": "rrfp.balance.command",
 }
 
 
