@@ -13,6 +13,7 @@ COMMANDS = {
     "trace": "rrfp.trace.command",
     "simulate": "rrfp.simulate.command",
     "compare": "rrfp.compare.command",
+    "compare-training": "rrfp.compare.training_command",
     "report": "rrfp.report.command",
     "schedule": "rrfp.schedule.command",
     "balance": "rrfp.balance.command",
