@@ -23,7 +23,7 @@ from rrfp.balance.command import report  # noqa: E402
 from rrfp.errors import ConfigurationError, RRFPError  # noqa: E402
 
 PRESETS = ROOT / "scripts/presets"
-OWN_DATA = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path", "--dataset-path")
+OWN_DATA = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path")
 """A user who names data replaces a preset's mock data."""
 GPUS_PER_MACHINE = 8
 SIZES = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
@@ -108,7 +108,7 @@ def recipe(kind: str, own: Sequence[str], *, preset: str, cpu: bool, environment
     Args:
         own: the user's arguments.
         preset: `tiny`, or as `chosen` takes it.
-        environment: STAGES (of `tiny`), SCRIPT, and where presets are run REPLICAS.
+        environment: STAGES (of `tiny`), SCRIPT, REPLICAS (data-parallel, if not the layout's).
         data: arguments of the tiny model's data.
 
     Raises:
@@ -122,7 +122,7 @@ def recipe(kind: str, own: Sequence[str], *, preset: str, cpu: bool, environment
     else:
         found, layout = chosen(preset, kind)
         arguments, replicas = [*found.arguments, *found.layouts[layout]], int(layout.split("/")[2])
-        if any(option in own for option in OWN_DATA):
+        if "--mock-data" in arguments and any(word.partition("=")[0] in OWN_DATA for word in own):
             arguments.remove("--mock-data")
     arguments += own
     world = _number(environment, "REPLICAS", replicas)
@@ -200,6 +200,9 @@ def main(argv: Sequence[str]) -> int:
             print(printed(line) + "\n")
             print("\n".join(report(run.arguments)))
             return 0
+        if preset != "tiny" and kind == "vlm" and not any(word.partition("=")[0] == "--vlm-data" for word in own):
+            raise ConfigurationError(f"--preset {preset}: trains on your images; give --vlm-data DIR (docs/multimodal.md), or see what would run with "
+                                     "--dry-run")
         if missing := [word for word in line if word in ("$NODE_RANK", "$MASTER_ADDR")]:
             raise ConfigurationError(f"{missing[0][1:]} is not set: {run.world} processes are for several machines; run this on each of them with "
                                      "NODE_RANK=0, 1, ... and MASTER_ADDR=<the first one>, or see what would run with --dry-run")

@@ -6,7 +6,7 @@ from itertools import groupby
 
 from rrfp.balance.arguments import Model
 from rrfp.balance.shapes import Parameters
-from rrfp.compare.results import columns
+from rrfp.columns import columns
 
 
 @dataclass(frozen=True)

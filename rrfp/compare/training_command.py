@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     steps = _ladder(found)
     print("\n".join(table(found)))
     if steps is not None:
-        print("\n" + "\n".join(ladder_table(steps, options.repeats * (options.iterations - options.warm_up))))
+        print("\n" + "\n".join(ladder_table(steps, f"{options.repeats * (options.iterations - options.warm_up)} iterations")))
     path = options.out / "comparison.json"
     path.write_text(json.dumps(as_json(found, steps), indent=1) + "\n")
     print(f"\nfigures: {path}; logs and traces: {options.out}/*/ (`rrfp report`, `rrfp trace`)")

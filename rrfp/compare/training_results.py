@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 
+from rrfp.columns import columns
 from rrfp.compare.ladder import Ladder, ladder_json
-from rrfp.compare.results import SHARES, columns, peaks, shares
+from rrfp.compare.results import SHARES, peaks, shares
 from rrfp.compare.training import DEFAULT, MEGATRON, Trained
 
 TITLES = {

@@ -47,9 +47,9 @@ def size_of(model) -> int:
 
 
 def build(argv: list[str], rank: int, world: int) -> tuple[list[int], float]:
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    sys.argv = ["count_parameters.py", *ALWAYS, *argv]
     vision = "--vit-num-layers" in argv
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    sys.argv = ["count_parameters.py", *ALWAYS, *(["--dataloader-type", "external"] if vision else []), *argv]
     args = arguments.parse_args(pretrain_vlm().add_arguments if vision else None)
     args.rank, args.world_size = rank, world
     arguments.validate_args(args)

@@ -47,6 +47,7 @@ SEEING = {
 """A ViT before the LLM."""
 if importlib.util.find_spec("rrfp.multimodal"):
     CASES |= SEEING
+pytestmark = pytest.mark.timeout(450)  # one process builds all cases before the first test
 REDUCED = ("plain", "tensor", "qwen, tensor", "untied", "bias of qkv", "chunks", "accounted for", "layout", "experts", "experts, spread",
            "seeing, tensor", "seeing, output alone")
 
@@ -58,7 +59,7 @@ def built(full):
     names = [name for name in CASES if full or name in REDUCED]
     script = Path(__file__).with_name("count_parameters.py")
     done = subprocess.run(
-        [sys.executable, str(script)], input=json.dumps([_with_layout([*TINY, *CASES[name]]) for name in names]), capture_output=True, text=True, timeout=110,
+        [sys.executable, str(script)], input=json.dumps([_with_layout([*TINY, *CASES[name]]) for name in names]), capture_output=True, text=True, timeout=400,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])})
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(zip(names, json.loads(done.stdout.splitlines()[-1]), strict=True))
