@@ -5,15 +5,19 @@
 #   bash scripts/compare.sh gpt --cpu --rrfp-emulate images-tokens:20           with emulated stage times
 #   bash scripts/compare.sh gpt --preset gpt3-large:1/8/1 --data-path ...       a model of the RRFP paper on 8 GPUs
 #   bash scripts/compare.sh vlm --preset qwen3-1.7b+vit-h --vlm-data DIR
+#   bash scripts/compare.sh stages --stages 8 --microbatches 32 --scenario images-tokens     without a training: stages that sleep, real engine
 # Options of the comparison come before a --: bash scripts/compare.sh gpt --repeats 3 --iterations 20 -- --cpu. All other arguments, and
 # settings by environment variable, are those of scripts/pretrain_gpt.sh and scripts/pretrain_vlm.sh.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 kind=${1:-}
-[[ "$kind" = gpt || "$kind" = vlm ]] || { echo "rrfp: ${kind:-nothing}: must be gpt or vlm; bash scripts/compare.sh gpt --cpu" >&2; exit 2; }
+[[ "$kind" =~ ^(gpt|vlm|stages)$ ]] || { echo "rrfp: ${kind:-nothing}: must be gpt, vlm or stages; for example bash scripts/compare.sh gpt --cpu" >&2; exit 2; }
 shift
 source "$root/scripts/env.sh" || exit 1
 
+if [ "$kind" = stages ]; then
+    exec python -m rrfp compare --explain --modes ready:bf:2p ready:bfw:2p ready:announced:1f1b "$@"
+fi
 options=()
 for argument in "$@"; do
     if [ "$argument" = -- ]; then

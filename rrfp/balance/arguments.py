@@ -59,19 +59,24 @@ def read_model(argv: Sequence[str], *, even: bool = False, images: Sequence[floa
     """
     args = parse(argv)
     shape = language_shape(args)
-    tied, copied = not args.untie_embeddings_and_output_weights, args.pipeline_model_parallel_size > 1
-    parts = [
-        embedding(args.hidden_size, vocabulary(args), positions=_positions(args)), *language_layers(args, shape),
-        output(args.hidden_size, vocabulary(args), norm=shape.norm, tied=tied, copied=copied)]
+    parts = [embedding(args.hidden_size, vocabulary(args), positions=_positions(args)), *language_layers(args, shape)]
     sample, samples = Sample(args.seq_length), {}
     if args.vit_num_layers is not None:
         require(args, "vit-num-layers", "vit-hidden-size", "vit-num-attention-heads", "vit-grid")
         parts = [*vision.tower(args, language=args.hidden_size), *parts]
         samples = vision.samples(args, images)
         sample = next(iter(samples.values()))
-    return Model(
-        stages=cut(parts, even_cuts(parts, sample, args.pipeline_model_parallel_size * _chunks(args)) if even else _counts(args, argv)),
-        ranks=args.pipeline_model_parallel_size, samples=samples or {"": sample}, **sizes(args))
+
+    def last(copied: bool) -> Part:
+        tied = not args.untie_embeddings_and_output_weights
+        return output(args.hidden_size, vocabulary(args), norm=shape.norm, tied=tied, copied=copied)
+
+    stages = args.pipeline_model_parallel_size * _chunks(args)
+    counts = even_cuts([*parts, last(True)], sample, stages) if even else _counts(args, argv)
+    # The last stage holds a copy of the tied embedding, unless it is the stage that has the embedding.
+    embedded = next(index for index, part in enumerate(parts) if part.name == "E")
+    parts.append(last(embedded < len(parts) + 1 - counts[-1]))
+    return Model(stages=cut(parts, counts), ranks=args.pipeline_model_parallel_size, samples=samples or {"": sample}, **sizes(args))
 
 
 def cut(parts: Sequence[Part], counts: Sequence[int]) -> tuple[tuple[Part, ...], ...]:

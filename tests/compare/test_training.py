@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -202,13 +203,14 @@ def test_compare_sh_tells_its_options_from_the_trainings(tmp_path):
     script = str(scripts / "pretrain_gpt.sh")
     assert run("gpt", "--cpu", "--lr", "1") == (0, ["-m", "rrfp", "compare-training", "--", "bash", script, "--cpu", "--lr", "1"], "")
     assert run("gpt", "--repeats", "3", "--", "--cpu")[1] == ["-m", "rrfp", "compare-training", "--repeats", "3", "--", "bash", script, "--cpu"]
-    assert run("rnn")[0] == 2 and "rnn: must be gpt or vlm" in run("rnn")[2]
+    assert run("stages", "--stages", "8")[1][:4] == ["-m", "rrfp", "compare", "--explain"] and run("stages", "--stages", "8")[1][-2:] == ["--stages", "8"]
+    assert run("rnn")[0] == 2 and "rnn: must be gpt, vlm or stages" in run("rnn")[2]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 def test_a_real_training(tmp_path, full, monkeypatch):
     """A tiny GPT under Megatron's schedule and by readiness, every loss equal digit for digit."""
-    pytest.importorskip("megatron.core")
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("STAGES", "2")
     monkeypatch.setenv("PYTHONWARNINGS", "ignore")
