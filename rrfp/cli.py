@@ -1,5 +1,5 @@
-"""The command line: `rrfp doctor`, `trace`, `report`, `simulate`, `compare`, `schedule`, and `python -m rrfp [--cpu] SCRIPT ...` under torchrun."""
-"""The command line: `rrfp doctor`, `trace`, `report`, `simulate`, `compare`, `compare-training`, `balance`, and `python -m rrfp [--cpu] SCRIPT ...` under torchrun."""
+"""The command line: `rrfp doctor`, `trace`, `report`, `simulate`, `compare`, `compare-training`, `schedule`, `balance`, and
+`python -m rrfp [--cpu] SCRIPT ...` under torchrun."""
 
 import importlib
 import os

@@ -11,7 +11,10 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 kind=${1:-}
-[[ "$kind" =~ ^(gpt|vlm|stages)$ ]] || { echo "rrfp: ${kind:-nothing}: must be gpt, vlm or stages; for example bash scripts/compare.sh gpt --cpu" >&2; exit 2; }
+if [[ ! "$kind" =~ ^(gpt|vlm|stages)$ ]]; then
+    echo "rrfp: ${kind:-nothing}: must be gpt, vlm or stages; for example bash scripts/compare.sh gpt --cpu" >&2
+    exit 2
+fi
 shift
 source "$root/scripts/env.sh" || exit 1
 

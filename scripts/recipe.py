@@ -201,8 +201,8 @@ def main(argv: Sequence[str]) -> int:
             print("\n".join(report(run.arguments)))
             return 0
         if preset != "tiny" and kind == "vlm" and not any(word.partition("=")[0] == "--vlm-data" for word in own):
-            raise ConfigurationError(f"--preset {preset}: trains on your images; give --vlm-data DIR (docs/multimodal.md), or see what would run with "
-                                     "--dry-run")
+            raise ConfigurationError(f"--preset {preset}: trains on your images; give --vlm-data DIR (docs/multimodal.md), or see what would run "
+                                     "with --dry-run")
         if missing := [word for word in line if word in ("$NODE_RANK", "$MASTER_ADDR")]:
             raise ConfigurationError(f"{missing[0][1:]} is not set: {run.world} processes are for several machines; run this on each of them with "
                                      "NODE_RANK=0, 1, ... and MASTER_ADDR=<the first one>, or see what would run with --dry-run")

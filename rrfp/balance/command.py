@@ -16,9 +16,11 @@ USAGE = "rrfp balance [--suggest] [--json FILE] <Megatron's arguments>"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status. Raises ConfigurationError for arguments that no model can be built of."""
-    parser = argparse.ArgumentParser(prog="rrfp balance", usage=USAGE, description=__doc__.split(": ", 1)[1], allow_abbrev=False,
-                                     epilog="All other arguments are Megatron's, as given to pretrain_gpt.py; those that don't change a size are ignored.")
-    parser.add_argument("--suggest", action="store_true", help="for the layout whose busiest stage is as light as can be, which is printed, instead of the one given")
+    parser = argparse.ArgumentParser(
+        prog="rrfp balance", usage=USAGE, description=__doc__.split(": ", 1)[1], allow_abbrev=False,
+        epilog="All other arguments are Megatron's, as given to pretrain_gpt.py; those that don't change a size are ignored.")
+    parser.add_argument("--suggest", action="store_true",
+                        help="for the layout whose busiest stage is as light as can be, which is printed, instead of the one given")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--images", type=_images, nargs="+", default=IMAGES, metavar="N", help="with a vision tower, images of the samples whose "
                         f"costs are shown; stages are compared for the first (default {' '.join(f'{count:g}' for count in IMAGES)})")

@@ -44,7 +44,8 @@ def balance(model: Model) -> Balance:
     """Counts. The main sample is the first."""
     main = next(iter(model.samples))
     operations = [
-        {name: model.micro_batch * sum(part.operations(sample) for part in stage) for name, sample in model.samples.items()} for stage in model.stages]
+        {name: model.micro_batch * sum(part.operations(sample) for part in stage) for name, sample in model.samples.items()}
+        for stage in model.stages]
     mean = sum(each[main] for each in operations) / len(operations)
     rows, total = [], Parameters()
     for index, (stage, each) in enumerate(zip(model.stages, operations, strict=True)):
@@ -75,7 +76,8 @@ def lines(found: Balance, model: Model) -> list[str]:
     if found.main:
         end.append(f"x mean: of a sample with {found.main}")
     if found.operations is not None:
-        end.append(f"an iteration of {model.global_batch} samples{' like it' * bool(found.main)}: {written(found.operations)}FLOP, forward and backward")
+        like = " like it" if found.main else ""
+        end.append(f"an iteration of {model.global_batch} samples{like}: {written(found.operations)}FLOP, forward and backward")
     busiest = found.busiest
     end.append(f"busiest: stage {busiest.stage} with {busiest.share:.2f} x the mean, so at best {1 / busiest.share:.0%} of the stages' time is work")
     return [*columns([head, *body]), "", *end]

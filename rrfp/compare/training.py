@@ -22,7 +22,8 @@ from rrfp.trace.files import Call, Timeline, read
 
 MEGATRON, DEFAULT = "megatron-1f1b", "default"
 SPLIT = "--rrfp-split-backward"
-CHOSEN = ("--pipeline-schedule", "--rrfp-hint", "--rrfp-mode", "--rrfp-limit", "--rrfp-order", "--rrfp-lanes", SPLIT, "--rrfp-trace", "--exit-interval")
+CHOSEN = ("--pipeline-schedule", "--rrfp-hint", "--rrfp-mode", "--rrfp-limit", "--rrfp-order", "--rrfp-lanes", SPLIT, "--rrfp-trace",
+          "--exit-interval")
 """Flags that a comparison gives by itself."""
 _LINE = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|(.*)")
 _ELAPSED = "elapsed time per iteration (ms)"

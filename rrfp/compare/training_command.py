@@ -130,6 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--iterations", type=at_least_one, default=8, metavar="N", help="of every training (default 8)")
     parser.add_argument("--warm-up", type=at_least_one, default=3, metavar="N", help="of them not measured, at the beginning (default 3)")
     parser.add_argument("--repeats", type=at_least_one, default=1, metavar="N", help="trainings per mode, in an order that rotates (default 1)")
-    parser.add_argument("--out", type=Path, default=Path("runs/compare"), metavar="DIR", help="for table, picture, logs, traces (default runs/compare)")
+    parser.add_argument("--out", type=Path, default=Path("runs/compare"), metavar="DIR",
+                        help="for figures, picture, logs and traces (default runs/compare)")
     parser.add_argument("--timeout", type=above_zero, default=600.0, metavar="SECONDS", help="a training that prints nothing for so long has failed")
     return parser

@@ -153,7 +153,7 @@ def table(found: TrainingComparison) -> list[str]:
     lines = [*heading(found), "", *columns([head, *body])]
     lines += [f"{row.name.ljust(width)}  {row.missing}" for row in found.rows if row.missing is not None]
     lines += ["", *(f"{row.name}: {TITLES[row.name]}" for row in found.rows if row.name in TITLES), "",
-              "losses: every number that Megatron logs, times apart, digit for digit in every iteration; ms: whole iterations, as Megatron logs them;",
+              "losses: every number that Megatron logs, times apart, digit for digit in every iteration; ms: whole iterations, as logged;",
               f"faster: {rows[0].name}'s time / the mode's, median over iterations; compute to ended: percent of all ranks' time in the schedule"]
     if memory:
         lines.append("GiB: the most that a rank had allocated, as Megatron logs it (on a CPU: resident, the libraries too)")

@@ -1,4 +1,4 @@
-"""Builds every rank's part of small GPTs, and of ViTs with an LLM, with Megatron, in one process on a pretended world, and prints how many parameters each has.
+"""Builds every rank's part of small GPTs, and of ViTs with an LLM, in one process on a pretended world, and prints how many parameters it has.
 
     python count_parameters.py < CASES     CASES: a JSON list of lists of Megatron's arguments
 

@@ -37,7 +37,8 @@ CASES = {
     "experts": [*P2, *EXPERTS, "--moe-layer-freq", "2"],
     "experts, spread": [*P2, *EXPERTS, *QWEN, "--expert-model-parallel-size", "2", "--moe-shared-expert-intermediate-size", "40"],
 }
-VIT = "--vit-num-layers 3 --vit-hidden-size 48 --vit-num-attention-heads 4 --vit-grid 6 --vit-patch 4 --vit-channels 1 --calculate-per-token-loss".split()
+VIT = ("--vit-num-layers 3 --vit-hidden-size 48 --vit-num-attention-heads 4 --vit-grid 6 --vit-patch 4 --vit-channels 1"
+       " --calculate-per-token-loss").split()
 SEEING = {
     "seeing": [*P4, *VIT, "--vlm-layout", "vv|vt|tt|t"],
     "seeing, tensor": [*P2, *T2, *QWEN, *VIT, "--vit-ffn-hidden-size", "100", "--vlm-layout", "v*3|t*4"],
@@ -59,8 +60,9 @@ def built(full):
         pytest.skip("megatron-core is not installed")
     names = [name for name in CASES if full or name in REDUCED]
     script = Path(__file__).with_name("count_parameters.py")
+    cases = json.dumps([_with_layout([*TINY, *CASES[name]]) for name in names])
     done = subprocess.run(
-        [sys.executable, str(script)], input=json.dumps([_with_layout([*TINY, *CASES[name]]) for name in names]), capture_output=True, text=True, timeout=400,
+        [sys.executable, str(script)], input=cases, capture_output=True, text=True, timeout=400,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])})
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(zip(names, json.loads(done.stdout.splitlines()[-1]), strict=True))

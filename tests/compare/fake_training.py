@@ -47,7 +47,8 @@ def main() -> None:
                 recorder.end_call(begin + length)
         loss = 5.0 - iteration / 10 + (1e-6 if fault == "differ" and iteration == 2 else 0)
         print(f" [2026-01-01 00:00:00] iteration {iteration:8d}/ {iterations + 5:8d} | consumed samples: {iteration} | "
-              f"elapsed time per iteration (ms): {1100.0 if fast else 2200.0 + iteration} | throughput per GPU (TFLOP/s/GPU): {time.time() % 1:.3f} | "
+              f"elapsed time per iteration (ms): {1100.0 if fast else 2200.0 + iteration} | "
+              f"throughput per GPU (TFLOP/s/GPU): {time.time() % 1:.3f} | "
               f"lm loss: {loss:.6E} | grad norm: 1.25 |", flush=True)
     print("[Rank 1] (after 2 iterations) memory (MB) | allocated: 1.00 | max allocated: 2048.00 |")
     for pair in recorders:

@@ -203,7 +203,8 @@ def test_compare_sh_tells_its_options_from_the_trainings(tmp_path):
     script = str(scripts / "pretrain_gpt.sh")
     assert run("gpt", "--cpu", "--lr", "1") == (0, ["-m", "rrfp", "compare-training", "--", "bash", script, "--cpu", "--lr", "1"], "")
     assert run("gpt", "--repeats", "3", "--", "--cpu")[1] == ["-m", "rrfp", "compare-training", "--repeats", "3", "--", "bash", script, "--cpu"]
-    assert run("stages", "--stages", "8")[1][:4] == ["-m", "rrfp", "compare", "--explain"] and run("stages", "--stages", "8")[1][-2:] == ["--stages", "8"]
+    words = run("stages", "--stages", "8")[1]
+    assert words[:4] == ["-m", "rrfp", "compare", "--explain"] and words[-2:] == ["--stages", "8"]
     assert run("rnn")[0] == 2 and "rnn: must be gpt, vlm or stages" in run("rnn")[2]
 
 
