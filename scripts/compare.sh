@@ -19,7 +19,7 @@ shift
 source "$root/scripts/env.sh" || exit 1
 
 if [ "$kind" = stages ]; then
-    exec python -m rrfp compare --explain --modes ready:bf:2p ready:bfw:2p ready:announced:1f1b "$@"
+    exec python -m rrfp compare --explain --modes ready:bf:2p ready:bfw:2p ready:auto:1f1b "$@"
 fi
 options=()
 for argument in "$@"; do
