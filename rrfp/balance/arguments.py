@@ -33,18 +33,12 @@ class Model:
     micro_batch: int = 1
     global_batch: int | None = None
     tensor: int = 1
-    context: int = 1
     expert: int = 1
     expert_tensor: int | None = None
 
     @property
     def chunks(self) -> int:
         return len(self.stages) // self.ranks
-
-    @property
-    def world(self) -> int:
-        """Processes of one data-parallel replica."""
-        return self.tensor * self.context * self.ranks
 
 
 def read_model(argv: Sequence[str], *, even: bool = False, images: Sequence[float] = IMAGES) -> Model:
@@ -109,7 +103,7 @@ def sizes(args: argparse.Namespace) -> dict[str, int | None]:
     """The sizes of batches and of every kind of parallelism, as `Model` takes them."""
     return {
         "micro_batch": args.micro_batch_size, "global_batch": args.global_batch_size, "tensor": args.tensor_model_parallel_size,
-        "context": args.context_parallel_size, "expert": args.expert_model_parallel_size, "expert_tensor": args.expert_tensor_parallel_size,
+        "expert": args.expert_model_parallel_size, "expert_tensor": args.expert_tensor_parallel_size,
     }
 
 
@@ -122,7 +116,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
                  "moe-shared-expert-intermediate-size", "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers",
                  "num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank"):
         parser.add_argument(f"--{name}", **whole)
-    for name in ("num-query-groups", "micro-batch-size", "tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size",
+    for name in ("num-query-groups", "micro-batch-size", "tensor-model-parallel-size", "pipeline-model-parallel-size",
                  "expert-model-parallel-size"):
         parser.add_argument(f"--{name}", default=1, **whole)
     for name in ("group-query-attention", "swiglu", "quick-geglu", "add-qkv-bias", "qk-layernorm", "untie-embeddings-and-output-weights",

@@ -25,7 +25,8 @@ SPLIT = "--rrfp-split-backward"
 CHOSEN = ("--pipeline-schedule", "--rrfp-hint", "--rrfp-mode", "--rrfp-limit", "--rrfp-order", "--rrfp-lanes", SPLIT, "--rrfp-trace",
           "--exit-interval")
 """Flags that a comparison gives by itself."""
-_LINE = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|(.*)")
+_LINE = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|((?:[^|\n]+: [^|\n]+\|)+)")
+"""Every field ends in `|`: what another rank prints behind the last one, on the same line, is none."""
 _ELAPSED = "elapsed time per iteration (ms)"
 _VARYING = re.compile(r"time|throughput|energy|power|memory", re.IGNORECASE)
 _MEMORY = re.compile(r"max allocated: ([\d.]+)")

@@ -7,6 +7,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from rrfp.compare.ladder import Ladder, ladder, ladder_table
@@ -82,10 +83,10 @@ def _measure(command: Sequence[str], modes: dict, missing: dict[str, str], optio
 
 
 def _ladder(found: TrainingComparison) -> Ladder | None:
-    """Where the speed-up comes from, as far as its rungs were run; None without at least two."""
+    """Where the speed-up comes from, up to the first rung that was not run (its change would count as the next one's); None without two."""
     ran = {row.name for row in found.rows if row.missing is None}
-    causes = {name: cause for name, cause in CAUSES.items() if name in ran}
-    if len(causes) < 2 or next(iter(CAUSES)) not in causes:
+    causes = dict(takewhile(lambda rung: rung[0] in ran, CAUSES.items()))
+    if len(causes) < 2:
         return None
     return ladder(causes, found, beside=[name for name in BESIDE if name in ran])
 

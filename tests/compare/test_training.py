@@ -21,6 +21,7 @@ from rrfp.mode import parse_mode
 ROOT = Path(__file__).parents[2]
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_training.py"))]
 MODES = ["megatron-1f1b", "strict:1f1b:1f1b", "ready:bf:2p"]
+RUNGS = ["megatron-1f1b", "strict:1f1b:1f1b", "strict:1f1b:eager", "ready:bf:2p"]
 
 
 @pytest.fixture(autouse=True)
@@ -50,11 +51,18 @@ def test_table_figures_and_picture(compare, tmp_path):
     assert by_name["ready:bf:2p"]["schedule_s"] == pytest.approx([1.0] * 4)
     assert by_name["ready:bf:2p"]["shares"]["computing"] == pytest.approx(75) and by_name["ready:bf:2p"]["gib"] == 2
     assert by_name["megatron-1f1b"]["peak_in_flight"] == [1, 1] and whole["emulated"]
-    assert [step["mode"] for step in whole["ladder"]["steps"]] == MODES and whole["ladder"]["total"] == pytest.approx(2, rel=0.01)
-    assert "EMULATED" in said.out and "GiB" in said.out and "readiness" in said.out
+    assert "EMULATED" in said.out and "GiB" in said.out
     assert by_name["megatron-1f1b"]["overruns"] == 8 and "8 of 16" not in said.out and "THE MACHINE WAS BUSY" in said.out
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert "iteration 4/4" in said.err and (tmp_path / "ready-bf-2p/repeat1/log.txt").is_file()
+
+
+def test_the_ladder_has_no_rung_above_a_missing_one(compare):
+    _, said, whole = compare(modes=RUNGS)
+    assert [step["mode"] for step in whole["ladder"]["steps"]] == RUNGS and whole["ladder"]["total"] == pytest.approx(2, rel=0.01)
+    assert "readiness" in said.out and "over 2 iterations" in said.out
+    _, said, whole = compare(modes=MODES)
+    assert [step["mode"] for step in whole["ladder"]["steps"]] == RUNGS[:2] and "readiness" not in said.out
 
 
 def test_modes_take_turns_at_being_first(compare):
@@ -158,6 +166,8 @@ def test_what_training_lacks_is_named_and_does_not_run(compare, monkeypatch):
 def test_the_log_is_read_whole():
     text = "x\n iteration 1/ 9 | consumed samples: 4 | elapsed time per iteration (ms): 12.5 | a time: 3 | lm loss: 1.0 | grad norm: nan |\n"
     (step,) = read_log(text)
+    other = "Number of parameters in transformer block in billions:  0.00\n"  # of another rank, on the same line
+    assert read_log(text.rstrip() + other) == read_log(text.rstrip() + "[Rank 0] memory (MB) | allocated: 1.0 |\n") == (step,)
     assert step.milliseconds == 12.5 and step.fields == {"consumed samples": "4", "lm loss": "1.0", "grad norm": "nan"}
 
 
