@@ -16,7 +16,7 @@ TITLES = {
     "strict:zb-h1:2p-1": "ZB-H1 in fixed order",
     "ready:bf:2p": "RRFP, BF, memory of 2P",
     "ready:bfw:2p": "RRFP, BFW, memory of 2P",
-    DEFAULT: "RRFP as it comes",
+    DEFAULT: "RRFP as it comes: hint and limit `auto`",
 }
 """The modes of a comparison, if no others are asked for."""
 CAUSES = {
