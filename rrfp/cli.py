@@ -1,4 +1,5 @@
-"""The command line: `rrfp doctor`, `trace`, `report`, `simulate`, `compare`, `schedule`, and `python -m rrfp [--cpu] SCRIPT ...` under torchrun."""
+"""The command line: `rrfp doctor`, `trace`, `report`, `simulate`, `compare`, `compare-training`, `schedule`, `balance`, and
+`python -m rrfp [--cpu] SCRIPT ...` under torchrun."""
 
 import importlib
 import os
@@ -13,8 +14,10 @@ COMMANDS = {
     "trace": "rrfp.trace.command",
     "simulate": "rrfp.simulate.command",
     "compare": "rrfp.compare.command",
+    "compare-training": "rrfp.compare.training_command",
     "report": "rrfp.report.command",
     "schedule": "rrfp.schedule.command",
+    "balance": "rrfp.balance.command",
 }
 
 

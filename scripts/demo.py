@@ -9,93 +9,52 @@ import argparse
 import os
 import re
 import statistics
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from rrfp.compare.training import Trained, TrainingFailed, train
+from rrfp.compare.training_results import compare_losses
 from rrfp.errors import ConfigurationError
 from rrfp.megatron.padding import parse_scenario
 from rrfp.trace.breakdown import CAUSES, summarise
 from rrfp.trace.chrome import write_chrome
-from rrfp.trace.files import Timeline, read
+from rrfp.trace.files import Timeline
 from rrfp.trace.picture import draw
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = {
-    "Megatron 1F1B": [],
+    "Megatron 1F1B": ["--pipeline-schedule", "1f1b"],
     "RRFP strict (control)": ["--pipeline-schedule", "rrfp", "--rrfp-mode", "strict", "--rrfp-hint", "1f1b"],
     "RRFP": ["--pipeline-schedule", "rrfp", "--rrfp-limit", "1f1b"],
     "RRFP, memory of 2P": ["--pipeline-schedule", "rrfp", "--rrfp-hint", "fill-alt", "--rrfp-limit", "2p"],
 }
-_ITERATION = re.compile(
-    r"iteration\s+(\d+)/\s*(\d+).*?elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: (\S+).*?grad norm: (\S+)"
-)
 DEADLINE = 300.0
+"""Seconds without output after which a training has failed."""
 
 
-def train(name: str, flags: list[str], options, folder: Path) -> list[tuple[str, str]]:
-    """Train once; (loss, gradient norm) of every iteration, as Megatron prints them. Exits with the log's end if the training fails."""
-    log, trace = folder / "log.txt", folder / "trace"
-    for old in trace.glob("rank*.jsonl"):
-        old.unlink()
-    folder.mkdir(parents=True, exist_ok=True)
-    command = [
-        "bash",
-        str(ROOT / "scripts/pretrain_gpt.sh"),
-        "--cpu",
-        "--train-iters",
-        str(options.iterations),
-        "--global-batch-size",
-        str(2 * options.microbatches),
-        "--rrfp-emulate",
-        options.scenario,
-        "--rrfp-trace",
-        str(trace),
-        *flags,
-    ]
-    environment = os.environ | {
-        "STAGES": str(options.stages),
-        "DATA": str(options.out / "data"),
-        "PYTHONWARNINGS": "ignore",
-        "RRFP_REPORT_DIR": str(folder),
-    }
-    results, start = [], time.monotonic()
-    with (
-        open(log, "w") as file,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as process,
-    ):
-        timer = threading.Timer(DEADLINE, process.kill)
-        timer.start()
-        _progress(f"{name:<22} starting {options.stages} processes ...")
-        try:
-            for line in process.stdout:
-                file.write(line)
-                if found := _ITERATION.search(line):
-                    iteration, total, milliseconds, loss, norm = found.groups()
-                    results.append((loss, norm))
-                    _progress(
-                        f"{name:<22} iteration {iteration}/{total}  loss {float(loss):.4f}  {float(milliseconds):6.0f} ms    "
-                    )
-        finally:
-            timer.cancel()
-    print(f"{name:<22} done in {time.monotonic() - start:.0f} s{' ' * 40}", flush=True)
-    if process.returncode != 0 or len(results) != options.iterations:
-        lines = log.read_text().splitlines(keepends=True)
-        tail = "".join([line for line in lines if line.startswith(("rrfp:", "[rrfp]"))] or lines[-15:])
-        sys.exit(f"{tail}\n[rrfp] the training failed (exit status {process.returncode}); its whole output is in {log}")
-    return results
+def run(name: str, flags: list[str], options, folder: Path) -> Trained:
+    """Train once. Exits with what the training said if it fails."""
+
+    def progress(line: str) -> None:
+        # One line that is written over on a terminal, and stays a line of its own in a file.
+        print(f"{name:<22} {line:<60}", end="\r" if sys.stdout.isatty() else "\n", flush=True)
+
+    command = ["bash", str(ROOT / "scripts/pretrain_gpt.sh"), "--cpu", "--train-iters", str(options.iterations)]
+    command += ["--global-batch-size", str(2 * options.microbatches), "--rrfp-emulate", options.scenario]
+    start = time.monotonic()
+    progress(f"starting {options.stages} processes ...")
+    try:
+        trained = train(command, flags, folder, iterations=options.iterations, timeout=DEADLINE, progress=progress)
+    except TrainingFailed as error:
+        sys.exit(f"\n[rrfp] {name}: the training failed: {error}")
+    print(f"{name:<22} {f'done in {time.monotonic() - start:.0f} s':<60}", flush=True)
+    return trained
 
 
-def _progress(text: str) -> None:
-    """One line that is written over on a terminal, and stays a line of its own in a file."""
-    print(text, end="\r" if sys.stdout.isatty() else "\n", flush=True)
-
-
-def row(name: str, losses, reference, timeline, baseline: float | None) -> tuple[list[str], float]:
-    """One line of the table, and the median time of an iteration."""
+def row(name: str, same: str, timeline: Timeline, baseline: float | None) -> tuple[list[str], float]:
+    """One line of the table, and the median time of an iteration. same: whether its losses are the reference's."""
     seconds = []
     for number in timeline.calls[1:]:
         call = timeline.of_call(number).values()
@@ -107,7 +66,6 @@ def row(name: str, losses, reference, timeline, baseline: float | None) -> tuple
     total = sum(parts.values())
     blocked = sum(parts.get(cause, 0) for cause in CAUSES)
     peaks = "/".join(str(max(part.peak_in_flight.values())) for part in summary.ranks.values())
-    same = "reference" if losses is reference else "equal" if losses == reference else "DIFFERENT"
     factor = f"{(baseline or median) / median:.2f}"
     return [
         name,
@@ -141,13 +99,14 @@ def main() -> None:
         f"EMULATED (scenario {options.scenario}): every action sleeps up to its drawn duration, the same draws in every run",
         flush=True,
     )
+    os.environ.update({"STAGES": str(options.stages), "DATA": str(options.out / "data"), "PYTHONWARNINGS": "ignore"})
     timelines, rows, reference, baseline = [], [], None, None
     for name, flags in RUNS.items():
         folder = options.out / re.sub(r"\W+", "-", name.lower()).strip("-")
-        losses = train(name, flags, options, folder)
-        timeline = read(folder / "trace")
-        reference = reference or losses
-        cells, median = row(name, losses, reference, timeline, baseline)
+        trained = [run(name, flags, options, folder)]
+        timeline = trained[0].timeline
+        reference = reference or trained
+        cells, median = row(name, compare_losses(reference, trained).split()[0], timeline, baseline)
         baseline = baseline or median
         rows.append(cells)
         timelines.append((name, timeline))
@@ -158,7 +117,7 @@ def main() -> None:
     for cells in [head, *rows]:
         print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip())
     print(
-        f"\nlosses: loss and gradient norm of all {options.iterations} iterations, digit for digit. iteration: the schedule's own time, median of "
+        f"\nlosses: loss, gradient norm and all else that is logged, of all {options.iterations} iterations, digit for digit. iteration: the schedule's own time, median of "
         f"iterations 2 to {options.iterations}. peak in flight: activations held per stage. overran: actions whose real compute took longer than "
         "drawn.\n"
         "The control does 1F1B's work in 1F1B's order: what differs between those two rows is transport and noise; read the others against it."

@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = ladder(causes, comparison, beside=beside) if options.explain else None
         print("\n".join(table(comparison)))
         if found is not None:
-            print("\n" + "\n".join(ladder_table(found, len(costs))))
+            print("\n" + "\n".join(ladder_table(found, f"{len(costs)} repeats")))
         if options.json is not None:
             whole = as_json(comparison) | ({"ladder": ladder_json(found)} if found is not None else {})
             options.json.write_text(json.dumps(whole, indent=1) + "\n")

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from math import exp, isclose, log, prod
 from statistics import median
 
-from rrfp.compare.results import Comparison, columns, peaks
+from rrfp.columns import columns
+from rrfp.compare.results import Comparison, peaks
 
 
 @dataclass(frozen=True)
@@ -70,15 +71,15 @@ def ladder(causes: Mapping[str, str], comparison: Comparison, *, beside: Sequenc
                   tuple((row.name, _ratio(first.seconds, row.seconds), median(row.seconds), row.peaks) for row in others))
 
 
-def ladder_table(found: Ladder, repeats: int) -> list[str]:
-    """Plain text: a line per rung with its factor and the product so far, then the fixed orders beside it."""
+def ladder_table(found: Ladder, over: str) -> list[str]:
+    """Plain text: a line per rung with its factor and the product so far, then what stands beside it. over: of what the means are, `5 repeats`."""
     rows, so_far = [["step", "mode", "factor", "so far", "median s", "peak in flight per stage"]], 1.0
     for step in found.steps:
         so_far *= step.factor
         rows.append([step.cause, step.mode, f"{step.factor:.3f}", f"{so_far:.3f}", f"{step.seconds:.3f}", peaks(step.peaks)])
     for name, factor, seconds, held in found.beside:
         rows.append(["beside it", name, "", f"{factor:.3f}", f"{seconds:.3f}", peaks(held)])
-    return [f"Where the speed-up comes from (geometric means over {repeats} repeats)", "", *columns(rows), "",
+    return [f"Where the speed-up comes from (geometric means over {over})", "", *columns(rows), "",
             f"product of the factors {so_far:.4f} = total {found.total:.4f}"]
 
 

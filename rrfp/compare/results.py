@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 
+from rrfp.columns import columns
 from rrfp.compare.group import Outcome
 from rrfp.trace.breakdown import tenths
 
@@ -227,15 +228,6 @@ def warnings_of(comparison: Comparison) -> list[str]:
 
 def peaks(values: Sequence[float]) -> str:
     return " ".join(f"{value:g}" for value in values)
-
-
-def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned lines: the first column to the left, the last as it is, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    last = len(widths) - 1
-    return ["  ".join(
-        cell.ljust(width) if index == 0 else cell if index == last else cell.rjust(width)
-        for index, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
 
 
 def _or_dash(value: float | None, form: str) -> str:

@@ -11,7 +11,7 @@ from rrfp.megatron import add_arguments, check_parsed, install_from_args
 
 USAGE = """\
 usage: torchrun --nproc-per-node N -m rrfp [--cpu] SCRIPT [SCRIPT'S ARGUMENTS] [--pipeline-schedule rrfp ...]
-       rrfp doctor | rrfp trace DIR | rrfp simulate ... | rrfp --version
+       rrfp doctor | rrfp balance ... | rrfp trace DIR | rrfp simulate ... | rrfp --version
 
 Runs a Megatron-LM training script (pretrain_gpt.py, ...) with the flags of RRFP added to its own.
   --cpu   train on the CPU (gloo); for trying things out where there is no GPU"""

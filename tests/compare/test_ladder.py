@@ -48,7 +48,7 @@ def test_table_and_json():
     causes = {"megatron-1f1b": "base", "ready:alt:2p": "readiness"}
     seconds = {"megatron-1f1b": [4.0, 9.0], "ready:alt:2p": [2.0, 2.0], "strict:zb-h1:2": [4.0, 4.0]}
     found = ladder(causes, compared(seconds), beside=["strict:zb-h1:2"])
-    lines = ladder_table(found, 2)
+    lines = ladder_table(found, "2 repeats")
     assert lines[-1] == "product of the factors 3.0000 = total 3.0000"
     assert lines[4].split() == ["readiness", "ready:alt:2p", "3.000", "3.000", "2.000", "2", "1"]
     assert lines[5].split() == ["beside", "it", "strict:zb-h1:2", "1.500", "4.000", "2", "1"]

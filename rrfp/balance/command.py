@@ -1,0 +1,56 @@
+"""`rrfp balance`: parameters and floating-point operations of every pipeline stage, from Megatron's arguments, without starting anything."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rrfp.balance.arguments import IMAGES, read_model
+from rrfp.balance.layout import write_layout
+from rrfp.balance.table import as_json, balance, lines
+from rrfp.balance.vision import LAYOUT, vision_letters
+from rrfp.outputs import check_file
+
+USAGE = "rrfp balance [--suggest] [--json FILE] <Megatron's arguments>"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status. Raises ConfigurationError for arguments that no model can be built of."""
+    parser = argparse.ArgumentParser(
+        prog="rrfp balance", usage=USAGE, description=__doc__.split(": ", 1)[1], allow_abbrev=False,
+        epilog="All other arguments are Megatron's, as given to pretrain_gpt.py; those that don't change a size are ignored.")
+    parser.add_argument("--suggest", action="store_true",
+                        help="for the layout whose busiest stage is as light as can be, which is printed, instead of the one given")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--images", type=_images, nargs="+", default=IMAGES, metavar="N", help="with a vision tower, images of the samples whose "
+                        f"costs are shown; stages are compared for the first (default {' '.join(f'{count:g}' for count in IMAGES)})")
+    options, rest = parser.parse_known_args(argv)
+    check_file("--json", options.json)
+    print("\n".join(report(rest, even=options.suggest, images=options.images)))
+    if options.json is not None:
+        model = read_model(rest, even=options.suggest, images=options.images)
+        options.json.write_text(json.dumps(as_json(balance(model), model), indent=1) + "\n")
+    return 0
+
+
+def report(argv: Sequence[str], *, even: bool = False, images: Sequence[float] = IMAGES) -> list[str]:
+    """The table of the model that these arguments describe; `even`: in the most even layout, which is named. Raises ConfigurationError."""
+    model = read_model(argv, even=even, images=images)
+    found = lines(balance(model), model)
+    if even:
+        letters = ["".join(part.name for part in stage) for stage in model.stages]
+        option = "--pipeline-model-parallel-layout"
+        if any("v" in stage for stage in letters):
+            option, letters = LAYOUT, vision_letters(letters)
+        found.append(f"this is the layout whose busiest stage is lightest: {option} '{write_layout(letters)}'")
+    return found
+
+
+def _images(text: str) -> float:
+    try:
+        count = float(text)
+    except ValueError:
+        count = -1.0
+    if not 0 <= count < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number of at least 0")
+    return count
