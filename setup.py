@@ -27,7 +27,10 @@ setup(
         # what megatron.training needs beside torch: yaml (0.17, 0.18), psutil (torch_dist checkpoints)
         "megatron": ["megatron-core>=0.17.1,<0.20", "pyyaml>=6", "psutil>=5.9"],
         "plot": ["matplotlib>=3.8"],
-        "test": ["pytest>=8.0", "pytest-timeout>=2.2", "hypothesis>=6.100", "psutil>=5.9"],
+        # images for scripts/pretrain_vlm.py: scikit-learn's own, or a WebDataset through Megatron-Energon
+        "multimodal": ["scikit-learn>=1.3", "pillow>=10"],
+        "energon": ["megatron-energon>=6", "pillow>=10"],
+        "test": ["pytest>=8.0", "pytest-timeout>=2.2", "hypothesis>=6.100", "psutil>=5.9", "scikit-learn>=1.3", "pillow>=10"],
     },
     entry_points={"console_scripts": ["rrfp = rrfp.cli:main"]},
 )

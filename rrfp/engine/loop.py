@@ -251,7 +251,8 @@ class Engine:
         for edge in scheduler.task(action).sends:
             # Invariant 3: never blocks; what waits for a credit waits in the transport, and is bounded by the in-flight limit or,
             # in a call that holds no activations, by the bound of messages that have not left.
-            self.transport.send(edge, action.microbatch, done.outputs[edge], tell=self._forward_only)
+            tell = self._forward_only or scheduler.counts_unsent(scheduler.task(action))
+            self.transport.send(edge, action.microbatch, done.outputs[edge], tell=tell)
             self._handed[edge].append(action.microbatch)
             self.recorder.sent(edge, action.microbatch, end)
         self.last_progress = end

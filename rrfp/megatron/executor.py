@@ -43,6 +43,8 @@ class StepContext:
     cp_size: int
     max_in_flight: int
     call: int
+    first_trainable: int
+    """Stages before it are frozen: they run no backward."""
     activation: Expected
     """What a stage input must be."""
     split: Sequence[SplitChunk] = ()
@@ -60,6 +62,10 @@ class StepContext:
 
     def is_last(self, stage: int) -> bool:
         return stage == self.placement.stages - 1
+
+    def keeps(self, stage: int) -> bool:
+        """Whether forwards of `stage` are followed by backwards, and so hold an activation."""
+        return not self.forward_only and stage >= self.first_trainable
 
 
 class Saved(NamedTuple):
@@ -136,7 +142,8 @@ class MegatronExecutor:
     def _forward(self, action: Action, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         context, stage, microbatch = self._context, action.stage, action.microbatch
         config, chunk, last = context.config, context.placement.chunk_of(stage), context.is_last(stage)
-        input_tensor = tensors[0].requires_grad_(True) if tensors else None
+        # No gradient of the input is asked for where none is sent.
+        input_tensor = tensors[0].requires_grad_(stage > context.first_trainable) if tensors else None
         partial = config.num_microbatches_with_partial_activation_checkpoints
         checkpoint = None if partial is None else self._forwards.total() % context.max_in_flight >= partial
         first = schedules.check_first_val_step(context.first_val_step, context.forward_only, self._forwards[stage] == 0)
@@ -147,32 +154,33 @@ class MegatronExecutor:
         if indexed:
             iterator.begin(microbatch)
         self._sync.before_forward(chunk)
-        output_tensor, num_tokens = schedules.forward_step(
-            context.forward_step_func,
-            iterator,
-            context.models[chunk],
-            context.num_microbatches,
-            input_tensor,
-            context.losses.setdefault(microbatch, []),
-            config,
-            cp_group_size=context.cp_size,
-            collect_non_loss_data=context.collect_non_loss_data,
-            checkpoint_activations_microbatch=checkpoint,
-            is_first_microbatch=first,
-            current_microbatch=microbatch,
-            vp_stage=chunk if len(context.models) > 1 else None,
-            is_last_stage=last,
-        )
+        with torch.no_grad() if stage < context.first_trainable else contextlib.nullcontext():
+            output_tensor, num_tokens = schedules.forward_step(
+                context.forward_step_func,
+                iterator,
+                context.models[chunk],
+                context.num_microbatches,
+                input_tensor,
+                context.losses.setdefault(microbatch, []),
+                config,
+                cp_group_size=context.cp_size,
+                collect_non_loss_data=context.collect_non_loss_data,
+                checkpoint_activations_microbatch=checkpoint,
+                is_first_microbatch=first,
+                current_microbatch=microbatch,
+                vp_stage=chunk if len(context.models) > 1 else None,
+                is_last_stage=last,
+            )
         if indexed:
             iterator.end()
         context.total_num_tokens += num_tokens
         self._forwards[stage] += 1
         result = [] if last else [self._to_send(action, output_tensor)]
-        if not context.forward_only:
+        if context.keeps(stage):
             gradient = None
             if result:  # its shape goes with the data below
                 gradient = Expected.like(output_tensor, f"the output of {action}")
-            self._saved[stage, microbatch] = Saved(input_tensor, output_tensor, gradient)
+            self._saved[stage, microbatch] = Saved(input_tensor if stage > context.first_trainable else None, output_tensor, gradient)
             # `result` is an alias that keeps the storage: what is being sent is not freed under the send.
             schedules.deallocate_output_tensor(output_tensor, config.deallocate_pipeline_outputs)
         return result
@@ -181,7 +189,7 @@ class MegatronExecutor:
         if not torch.is_tensor(output_tensor):
             raise TypeError(f"{action} returned {type(output_tensor).__name__}: a stage that isn't the last must return one tensor")
         # Without a backward nothing keeps a stage from writing its next output over this one, which may still be waiting to leave.
-        return output_tensor.detach().clone() if self._context.forward_only else output_tensor.detach()
+        return output_tensor.detach() if self._context.keeps(action.stage) else output_tensor.detach().clone()
 
     def _backward(self, action: Action, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         input_tensor, output_tensor, _ = self._saved.pop((action.stage, action.microbatch))

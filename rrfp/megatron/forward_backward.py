@@ -26,7 +26,7 @@ from rrfp.megatron.split_backward import chunks_of, is_prepared
 from rrfp.megatron.tensors import Expected
 from rrfp.mode import mode_name
 from rrfp.policy import Policy
-from rrfp.scheduler.arbiter import Scheduler
+from rrfp.scheduler.arbiter import MOST_UNSENT, Scheduler
 
 
 def make_forward_backward(options: Options, *, original: Callable, interleaved: bool = False) -> Callable:
@@ -100,6 +100,7 @@ def make_forward_backward(options: Options, *, original: Callable, interleaved: 
             cp_size=groups.cp.size(),
             max_in_flight=policy.limits(runtime.placement, num_microbatches)[runtime.rank],
             call=runtime.engine.call + 1,
+            first_trainable=0 if forward_only else runtime.first_trainable(models),
             activation=_activation(config, groups, seq_length=seq_length, micro_batch_size=micro_batch_size, decoder_seq_length=decoder_seq_length),
             split=split,
             total_num_tokens=torch.zeros([], dtype=torch.int, device="cuda"),
@@ -138,9 +139,11 @@ def _run(
     scheduler = _scheduler(runtime, policy, context, pp_group, describe_call)
     runtime.recorder.mode = mode_name(policy.settled(runtime.placement, context.num_microbatches))
     if limit is not None:
-        _say_limits(runtime, policy, limit, context.num_microbatches)
+        _say_limits(runtime, policy, limit, context)
     if context.split:
         _say_split(runtime, policy, context)
+    if min(runtime.placement.stages_of(runtime.rank)) < context.first_trainable:
+        scheduler.bound_unsent(MOST_UNSENT)  # no activation, so no limit, holds the forwards of a frozen stage
     if padding is not None:
         padding.begin(context.call, context.num_microbatches)
     executor = MegatronExecutor(context, release=runtime.transport.release, padding=padding,
@@ -164,8 +167,8 @@ def _scheduler(
     refusal, scheduler, rows = None, None, ""
     try:
         scheduler = policy.scheduler(
-            runtime.placement, runtime.rank, context.num_microbatches, forward_only=context.forward_only, weightless=context.weightless,
-            durations=runtime.durations, measured=measured)
+            runtime.placement, runtime.rank, context.num_microbatches, forward_only=context.forward_only,
+            first_trainable=context.first_trainable, weightless=context.weightless, durations=runtime.durations, measured=measured)
         if policy.split and (whole := next((action for action in scheduler.dependencies.tasks if action.kind == "B"), None)):
             # Its gradients would be final while others of the stage still wait, and reductions go by the count of W.
             raise ConfigurationError(
@@ -198,9 +201,13 @@ def _activation(config, groups, *, seq_length: int, micro_batch_size: int, decod
     return Expected(None if dtype is None else str(dtype).removeprefix("torch."), shape, "from this rank's configuration")
 
 
-def _say_limits(runtime: Runtime, policy: Policy, limit: str, microbatches: int) -> None:
+def _say_limits(runtime: Runtime, policy: Policy, limit: str, context: StepContext) -> None:
     """Once per number of microbatches: the most activations that each stage can hold, beside Megatron's own schedule."""
+    microbatches, frozen = context.num_microbatches, context.first_trainable
     if runtime.rank == 0:
+        if frozen:
+            _say_once(f"[rrfp] stage{'s 0 to' if frozen > 1 else ''} {frozen - 1} {'are' if frozen > 1 else 'is'} frozen: forwards only, no activation "
+                      "is held and no gradient is sent there")
         own, theirs = (" ".join(map(str, p.limits(runtime.placement, microbatches))) for p in (policy, Policy(limit="1f1b")))
         _say_once(
             f"[rrfp] hint {policy.describe(runtime.placement, microbatches)}, mode {policy.mode}, limit {limit}, order {policy.order}; most activations in flight per stage "

@@ -149,7 +149,7 @@ class MeasuredLimits:
             if runtime.rank == 0:
                 rooms = None if not all(there for _, there, *_ in everyone) else [Room(-least, idle) for _, _, least, idle in everyone]
                 given = gibibytes(case.policy.limit)
-                answer = _within(case, runtime.placement, rooms) if given else self._auto(case, runtime.placement, rooms, traces)
+                answer = _within(case, runtime.placement, rooms) if given else self._auto(case, runtime, rooms, traces)
         limits, line = _told(answer, groups, pp_group, runtime.rank)
         if limits is None:
             raise ConfigurationError(line)
@@ -172,12 +172,15 @@ class MeasuredLimits:
                       f"{_size(-min(left))} more than --rrfp-memory-fraction {self._fraction:g} allows, which was not foreseen",
                       file=sys.stderr, flush=True)
 
-    def _auto(self, case: _Case, placement, rooms: list[Room] | None, traces: list[list]) -> tuple[list[int], str]:
+    def _auto(self, case: _Case, runtime, rooms: list[Room] | None, traces: list[list]) -> tuple[list[int], str]:
         """The limits for `auto`, and the line that says why."""
+        placement = runtime.placement
         own, start = case.base.limits(placement, case.microbatches), f"limit auto with {case.microbatches} microbatches"
         stays = f"{start}: stays at Megatron's 1F1B, {_counts(own)} activations in flight per stage"
         if rooms is None:
             return own, f"{stays}: what one holds can't be measured on every rank"
+        if runtime.frozen_stages:
+            return own, f"{stays}: what more would bring is not simulated where the first stages are frozen"
         most = fitting(placement, case.microbatches, rooms)
         if most == own:
             rank = min(range(placement.ranks), key=lambda rank: rooms[rank].idle / max(rooms[rank].activation, 1))

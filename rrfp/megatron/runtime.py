@@ -29,6 +29,7 @@ from rrfp.megatron.chord import Chord
 from rrfp.megatron.domain import NamedAgreement, find_domain, groups_of
 from rrfp.megatron.facts import job_facts
 from rrfp.megatron.failures import FailureReport, name_run
+from rrfp.megatron.frozen import FrozenPrefix
 from rrfp.megatron.options import Options
 from rrfp.megatron.padding import Emulation, Injection
 from rrfp.megatron.replicas import Replicas
@@ -76,6 +77,7 @@ class Runtime:
         self.scalars = Scalars(rank=rank, ranks=len(global_ranks), store=store)
         self.durations: dict[str, float] = {}
         self._store = store
+        self._frozen = FrozenPrefix(store, self.placement, rank)
         self._met = False
         self._global_ranks = global_ranks
         self._departed: set[int] = set()
@@ -162,6 +164,17 @@ class Runtime:
             self.discard()
             raise
         self._met = True
+
+    @property
+    def frozen_stages(self) -> int:
+        """How many stages at the beginning are frozen, once that has been agreed on; 0 before."""
+        return self._frozen.stages
+
+    def first_trainable(self, models) -> int:
+        """The first stage that trains; those before it run forwards only. Raises as `FrozenPrefix.first_trainable`."""
+        return self._frozen.first_trainable(
+            models, timeout=FIRST_CALL * self.engine.timeout, look=self.engine.latch.raise_if_set,
+            explain=lambda missing, seconds: self._absent([self._global_ranks[rank] for rank in missing], seconds))
 
     def _absent(self, missing: list[int], seconds: float) -> str:
         """Latches and tells that ranks of the job have not entered the first call. All that wait see the same, and say it alike."""

@@ -147,8 +147,8 @@ class Scheduler:
     def bound_unsent(self, most: int) -> None:
         """From now on a forward waits while `most` messages of one of its edges have not left their sender; `left` tells.
 
-        For a call of forwards only: its forwards hold no activation, so no limit holds them, and what a slower stage has not
-        taken would pile up. Before the first launch.
+        For forwards that hold no activation, in a call of forwards only or of a frozen stage: no limit holds them, and what a
+        slower stage has not taken would pile up. Before the first launch.
 
         Nothing stands still for it. In a chain: say that nothing moves, and take the deepest stage with a ready forward. All
         stages after it have run what they got, so its messages have found credits and left: it is not held. In any graph, with
@@ -164,6 +164,10 @@ class Scheduler:
         fixed = self.hint.strict or bool(self._forwards)
         if not (fixed and len(self.dependencies.stages) > 1):
             self._most_unsent, self._unsent = most, Counter()
+
+    def counts_unsent(self, task: Task) -> bool:
+        """Whether `left` is to tell when the result of `task` has left."""
+        return self._most_unsent is not None and task.in_flight == 0 and task.action.kind == "F"
 
     def _build_queues(self) -> None:
         stages = self.dependencies.stages
@@ -231,7 +235,7 @@ class Scheduler:
         queue.position = position
         if self._forwards and action.kind == "F":
             self._forward_position += 1
-        if self._most_unsent is not None:
+        if self.counts_unsent(task):
             self._unsent.update(task.sends)
         if task.in_flight > 0:
             self.in_flight += task.in_flight
@@ -316,6 +320,8 @@ class Scheduler:
 
     def _full(self, task: Task) -> Edge | None:
         """An edge on which the result of `task` would be one message too many."""
+        if not self.counts_unsent(task):
+            return None
         return next((edge for edge in task.sends if self._unsent[edge] >= self._most_unsent), None)
 
     @property

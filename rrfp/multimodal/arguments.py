@@ -1,0 +1,144 @@
+"""The command-line flags of a ViT + LLM beside Megatron's own (which describe the LLM), and what they mean to Megatron."""
+
+import argparse
+import copy
+from collections.abc import Sequence
+
+from rrfp.errors import ConfigurationError
+from rrfp.multimodal.costs import Load, Model, Tower, balanced_layout
+from rrfp.multimodal.layout import OPTION, Layout, parse
+
+BUILT_IN = ("digits", "digits-blank")
+"""Values of --vlm-data that are no folder."""
+_FEEDS = ("as-is", "by-size")
+
+
+class _LayoutAction(argparse.Action):
+    """Megatron counts the LLM's layers by a layout of its own, which it must have when it validates its arguments."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        namespace.vlm_layout = values
+        namespace.pipeline_model_parallel_layout = parse(values).megatron("llm")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the group "vision and language": an `extra_args_provider` of Megatron's."""
+    group = parser.add_argument_group(title="vision and language")
+    group.add_argument(OPTION, action=_LayoutAction, default=None, metavar="LAYOUT",
+                       help="layers of every stage, v of the ViT and t of the LLM, like 'vv|vv|ttt|ttt'. Default: balanced by operations.")
+    group.add_argument("--vit-num-layers", type=int, required=True)
+    group.add_argument("--vit-hidden-size", type=int, required=True)
+    group.add_argument("--vit-num-attention-heads", type=int, required=True)
+    group.add_argument("--vit-ffn-hidden-size", type=int, default=None, help="Default: four times the hidden size.")
+    group.add_argument("--vit-patch", type=int, default=14, metavar="PIXELS", help="side of a patch. Default: %(default)s.")
+    group.add_argument("--vit-grid", type=int, default=32, metavar="N", help="patches along an image's longest side, at most. Default: %(default)s.")
+    group.add_argument("--vit-channels", type=int, default=3, help="of an image. Default: %(default)s.")
+    group.add_argument("--image-token-id", type=int, default=None, metavar="ID",
+                       help="the id that stands for a patch. Default: the last of the padded vocabulary, which no text may use.")
+    group.add_argument("--vlm-data", default="digits", metavar="DATA",
+                       help="digits: scikit-learn's images with captions. digits-blank: the same, black: the text-only control. A folder: a "
+                       "WebDataset prepared for Megatron-Energon (docs/multimodal.md). Default: %(default)s.")
+    group.add_argument("--vlm-feed", default="as-is", choices=_FEEDS,
+                       help="by-size: every step's microbatches in organ-pipe order of their operations (docs/scheduling.md). Default: %(default)s.")
+    group.add_argument("--freeze", nargs="+", default=[], metavar="WHAT",
+                       help="vit, projector, llm, all, or regular expressions on parameters' names. Stages before the first that trains run "
+                       "no backward.")
+    group.add_argument("--unfreeze", nargs="+", default=[], metavar="WHAT", help="what of it trains nevertheless.")
+    return parser
+
+
+def with_layout(argv: Sequence[str]) -> list[str]:
+    """The command line, with the balanced layout if it has none. For images and text alike: as many patches as text tokens.
+
+    Raises:
+        ConfigurationError: layers can't fill the stages, or a given layout has other stages than ranks can share.
+    """
+    if any(one in ("-h", "--help") for one in argv):
+        return list(argv)
+    first = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    first.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    first.add_argument(OPTION)
+    given, _ = first.parse_known_args(argv)
+    if given.vlm_layout is not None:
+        parse(given.vlm_layout, ranks=given.pipeline_model_parallel_size)  # Megatron would refuse it in other words
+        return list(argv)
+    parser = add_arguments(argparse.ArgumentParser(allow_abbrev=False, add_help=False))
+    for option in ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"):
+        parser.add_argument(option, type=int, required=True)
+    for option in ("--ffn-hidden-size", "--num-query-groups", "--kv-channels", "--vocab-size"):
+        parser.add_argument(option, type=int, default=None)
+    parser.add_argument("--swiglu", action="store_true")
+    parser.add_argument("--untie-embeddings-and-output-weights", action="store_true")
+    args, _ = parser.parse_known_args(argv)
+    args.ffn_hidden_size = args.ffn_hidden_size or 4 * args.hidden_size
+    args.padded_vocab_size = args.vocab_size or 128
+    layout = balanced_layout(model_of(args), given.pipeline_model_parallel_size, Load((args.seq_length,), (args.seq_length,)))
+    return [*argv, OPTION, str(layout)]
+
+
+def layout_of(args: argparse.Namespace) -> Layout:
+    """The layout that Megatron's parsed arguments ask for. Raises ConfigurationError."""
+    return parse(args.vlm_layout, ranks=args.pipeline_model_parallel_size, vit_layers=args.vit_num_layers, llm_layers=args.num_layers)
+
+
+def model_of(args: argparse.Namespace) -> Model:
+    """The model's sizes, for what depends on costs."""
+    vit = Tower(layers=args.vit_num_layers, hidden=args.vit_hidden_size, heads=args.vit_num_attention_heads,
+                ffn=args.vit_ffn_hidden_size or 4 * args.vit_hidden_size)
+    llm = Tower(layers=args.num_layers, hidden=args.hidden_size, heads=args.num_attention_heads, ffn=args.ffn_hidden_size,
+                groups=args.num_query_groups, channels=args.kv_channels, gated=args.swiglu, causal=True)
+    return Model(vit=vit, llm=llm, vocabulary=args.padded_vocab_size, patch=args.vit_channels * args.vit_patch**2, grid=args.vit_grid,
+                 tied=not args.untie_embeddings_and_output_weights)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises ConfigurationError for validated arguments that a ViT + LLM can't run with."""
+    layout, ranks = layout_of(args), args.pipeline_model_parallel_size
+    refused = (
+        (args.context_parallel_size > 1, f"--context-parallel-size {args.context_parallel_size}", "images are attended to whole; use 1"),
+        (bool(args.num_experts), f"--num-experts {args.num_experts}", "the LLM is dense here; leave it out"),
+        (bool(getattr(args, "mtp_num_layers", None)), "--mtp-num-layers", "one token is predicted here; leave it out"),
+        (args.dataloader_type != "external", f"--dataloader-type {args.dataloader_type}", "microbatches differ in size, so this data "
+         "has a loader of its own; leave it out"),
+        (args.vlm_feed == "by-size" and (args.rampup_batch_size or getattr(args, "step_batch_size_schedule", None)), "--vlm-feed by-size",
+         "needs the same number of microbatches in every step; leave out batch sizes that grow"),
+        (layout.stages > ranks and not args.untie_embeddings_and_output_weights and not _tied_in_reach(layout, ranks), f"{OPTION} {layout}",
+         "with several chunks per rank Megatron adds the gradients of tied embeddings only over the first chunk of the rank that tokens "
+         "enter; use --untie-embeddings-and-output-weights"),
+    )
+    for applies, option, rule in refused:
+        if applies:
+            raise ConfigurationError(f"{option} with a ViT + LLM: {rule}")
+    if args.image_token_id is None:
+        args.image_token_id = args.padded_vocab_size - 1
+    if not 0 <= args.image_token_id < args.padded_vocab_size:
+        raise ConfigurationError(
+            f"--image-token-id {args.image_token_id}: the padded vocabulary has {args.padded_vocab_size} ids; choose one of them")
+
+
+def _tied_in_reach(layout: Layout, ranks: int) -> bool:
+    """Whether `finalize_model_grads._allreduce_embedding_grad` takes the chunk with the embeddings on their rank."""
+    return layout.tokens < ranks and layout.tokens != layout.stages - 1 and layout.tokens % ranks != ranks - 1
+
+
+def config_of_llm(args: argparse.Namespace):
+    """Megatron's `TransformerConfig` of the LLM."""
+    from megatron.training import arguments
+
+    return arguments.core_transformer_config_from_args(args)
+
+
+def config_of_vit(args: argparse.Namespace):
+    """Megatron's `TransformerConfig` of the ViT: the LLM's choices of precision, parallelism, dropout and recomputation, other sizes."""
+    from megatron.training import arguments
+
+    layout, args = layout_of(args), copy.copy(args)
+    args.num_layers, args.hidden_size = args.vit_num_layers, args.vit_hidden_size
+    args.num_attention_heads = args.vit_num_attention_heads
+    args.ffn_hidden_size = args.vit_ffn_hidden_size or 4 * args.vit_hidden_size
+    args.kv_channels = args.hidden_size // args.num_attention_heads
+    args.pipeline_model_parallel_layout = layout.megatron("vit")
+    args.group_query_attention, args.num_query_groups = False, None
+    args.swiglu = args.squared_relu = args.qk_layernorm = args.sequence_parallel = False
+    args.add_bias_linear, args.add_qkv_bias, args.normalization = True, False, "LayerNorm"
+    return arguments.core_transformer_config_from_args(args)
