@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from rrfp.errors import ConfigurationError
-from rrfp.program.dag import ALL_TO_ALL, COMPUTE, DAG, TEMPORAL, Node, by_devices
+from rrfp.program.dag import ALL_TO_ALL, COMPUTE, DAG, PASSES, TEMPORAL, Node, by_devices
 from rrfp.program.directives import Order
 from rrfp.program.filters import PASS, Filter, Index, text_of
 
@@ -104,11 +104,11 @@ def rows(dag: DAG) -> Mapping[tuple[int, ...], list[list[Node]]]:
 def interleave(dag: DAG, group: Sequence[Node]) -> list[Node]:
     """The computation of a group in an order that changes from one sub-DAG to the other wherever an all-to-all lies between.
 
-    Nodes of one sub-DAG are those of one pass and piece. Each keeps the order of its data.
+    Nodes of one sub-DAG are those of one pass and piece. Each keeps the order of its data; a forward begins.
     """
     position = {name: index for index, name in enumerate(dag.topological)}
     parts: dict[tuple, list[Node]] = {}
-    for node in sorted(group, key=lambda node: position[node.name]):
+    for node in sorted(group, key=lambda node: (PASSES.index(node.phase), position[node.name])):
         parts.setdefault((node.phase, *node.dims.items()), []).append(node)
     if len(parts) == 1:
         return next(iter(parts.values()))
