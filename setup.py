@@ -20,14 +20,15 @@ setup(
     long_description=README.read_text() if README.exists() else "",
     long_description_content_type="text/markdown",
     packages=find_packages(include=["rrfp", "rrfp.*"]),
-    package_data={"rrfp.report": ["*.html", "*.css", "*.js"]},
+    package_data={"rrfp.report": ["*.html", "*.css", "*.js"], "rrfp.program": ["*.json"]},
     python_requires=">=3.12",
     install_requires=["numpy>=1.26", "pyzmq>=25.1"],
     extras_require={
         # what megatron.training needs beside torch: yaml (0.17, 0.18), psutil (torch_dist checkpoints)
         "megatron": ["megatron-core>=0.17.1,<0.20", "pyyaml>=6", "psutil>=5.9"],
         "plot": ["matplotlib>=3.8"],
-        "test": ["pytest>=8.0", "pytest-timeout>=2.2", "hypothesis>=6.100", "psutil>=5.9"],
+        "program": ["jsonschema>=4.20"],  # strategies as files
+        "test": ["jsonschema>=4.20", "pytest>=8.0", "pytest-timeout>=2.2", "hypothesis>=6.100", "psutil>=5.9"],
     },
     entry_points={"console_scripts": ["rrfp = rrfp.cli:main"]},
 )

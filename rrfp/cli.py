@@ -1,4 +1,5 @@
-"""The command line: `rrfp doctor`, `trace`, `report`, `simulate`, `compare`, `schedule`, and `python -m rrfp [--cpu] SCRIPT ...` under torchrun."""
+"""The command line: `rrfp doctor`, `trace`, `report`, `simulate`, `compare`, `schedule`, `program`,
+and `python -m rrfp [--cpu] SCRIPT ...` under torchrun."""
 
 import importlib
 import os
@@ -15,6 +16,7 @@ COMMANDS = {
     "compare": "rrfp.compare.command",
     "report": "rrfp.report.command",
     "schedule": "rrfp.schedule.command",
+    "program": "rrfp.program.command",
 }
 
 

@@ -10,7 +10,7 @@
       < F:embed[MB=0] h              a data edge: from where, and what
       ~ B:layer0[MB=1]               a temporal edge
 
-A field that is empty is left out. `print_dag(parse_dag(text)) == text`, and `parse_dag(print_dag(dag)) == dag` for a `DAG.sorted`.
+A line that begins with # says nothing. A field that is empty is left out. `print_dag(parse_dag(text)) == text`, and `parse_dag(print_dag(dag)) == dag` for a `DAG.sorted`.
 """
 
 import re
@@ -20,14 +20,14 @@ from rrfp.errors import ConfigurationError
 from rrfp.program.dag import COMPUTE, DAG, DATA, KINDS, PASSES, TEMPORAL, Bucket, Edge, Node
 from rrfp.program.traced import Segment, Tensor
 
-_HEADER = "program 1"
+HEADER = "program 1"
 _NODE = re.compile(r"([A-Z_:]+):([\w.>]+)(?:\[([^\]]*)\])?")
 _SHAPE = re.compile(r"(\d+(?:x\d+)*)|-")
 
 
 def print_dag(dag: DAG) -> str:
     """The text of a DAG. Each node stands with the edges that lead to it."""
-    lines = [_HEADER]
+    lines = [HEADER]
     lines += [f"dim {dim} {count}" for dim, count in dag.dims.items()]
     for name, tensor in dag.tensors.items():
         lines.append(_join("tensor", name, tensor.dtype, "x".join(map(str, tensor.shape)) or "-",
@@ -70,15 +70,15 @@ def _numbers(devices: tuple[int, ...]) -> str:
 
 def parse_dag(text: str) -> DAG:
     """The reverse of `print_dag`. Raises ConfigurationError that names the line and quotes what is wrong in it."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    if not lines or lines[0].strip() != _HEADER:
-        raise ConfigurationError(f"program text: line 1: must be {_HEADER!r}")
+    first = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    if first != HEADER:
+        raise ConfigurationError(f"program text: line 1: must be {HEADER!r}")
     parts: dict[str, dict] = {"dim": {}, "tensor": {}, "segment": {}, "bucket": {}, "shard": {}, "node": {}}
     edges: list[Edge] = []
     current = None
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.split()
-        if not words or line.strip() == _HEADER:
+        if not words or words[0] == "#" or line.strip() == HEADER:
             continue
         try:
             if words[0] in ("<", "~"):
