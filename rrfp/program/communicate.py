@@ -58,6 +58,8 @@ def replicate(dag: DAG, directive: Replicate) -> DAG:
         return dag
     # Backwards run from the last segment to the first, and so fill the buckets.
     segments = [name for name in reversed(dag.segments) if name in whats and f"UPDATE:{name}" in dag.nodes]
+    if not segments:
+        raise ConfigurationError(f"{where}: no trained parameters lie in it; leave it out")
     taken = {name: bucket for bucket, made in dag.buckets.items() for name in made.segments}
     draft = dag.edit()
     buckets = dict(dag.buckets)
@@ -71,14 +73,12 @@ def replicate(dag: DAG, directive: Replicate) -> DAG:
             title = f"bucket{len(buckets)}"
             buckets[title] = made
             _reduce(dag, draft, title, made, directive)
-    if not any(bucket not in dag.buckets for bucket in buckets) and not any(name in dag.sharded for name in segments):
-        raise ConfigurationError(f"{where}: no trained parameters lie in it; leave it out")
     return draft.dag(buckets=buckets)
 
 
 def nbytes(dag: DAG, segment: str) -> int:
-    """Bytes of a segment's parameters on one device, before ZeRO."""
-    return sum(dag.tensors[name].nbytes for name in dag.segments[segment].parameters) // dag.sharded.get(segment, 1)
+    """Bytes of a segment's own parameters on one device, before ZeRO."""
+    return sum(dag.tensors[name].nbytes for name in dag.owned(segment)) // dag.sharded.get(segment, 1)
 
 
 def _buckets(dag: DAG, segments: Sequence[str], directive: Replicate) -> Iterator[Bucket]:

@@ -160,6 +160,21 @@ class DAG:
         """A copy that can be changed."""
         return Draft(self)
 
+    @cached_property
+    def homes(self) -> Mapping[str, tuple[int, ...]]:
+        """Segment -> the devices that it is placed on."""
+        return {node.what: node.devices for node in self.of(COMPUTE)}
+
+    def owned(self, segment: str) -> tuple[str, ...]:
+        """The parameters that are reduced and updated with this segment: those that no earlier segment on its devices has too."""
+        earlier: set[str] = set()
+        for name, other in self.segments.items():
+            if name == segment:
+                return tuple(parameter for parameter in other.parameters if parameter not in earlier)
+            if self.homes.get(name) == self.homes.get(segment):
+                earlier.update(other.parameters)
+        raise KeyError(segment)
+
     def bucket_of(self, node: Node) -> Bucket:
         """Of a reduction or gather: a bucket by its name, or `bucket0.layer0`, gathered for that segment."""
         return self.buckets[node.what.partition(".")[0]]

@@ -40,10 +40,13 @@ def draw(dag: DAG, run: Run, path: Path, *, title: str = "") -> None:
         if (end - start) * pixels > 9 * len(label) and label:
             axes.text((start + end) / 2, at, label, ha="center", va="center_baseline", fontsize=5.5, color="white", zorder=4)
     for (at, colour), spans in boxes.items():
-        axes.broken_barh(spans, (at - 0.4, 0.8), facecolor=colour, edgecolor="white", linewidth=0.4, zorder=3)
+        spans = [(start, max(width, 1.5 / pixels)) for start, width in spans]
+        axes.broken_barh(spans, (at - 0.4, 0.8), facecolor=colour, edgecolor="none", zorder=3)
+    gaps = [(start, at) for start, end, at in ends.values() if (end - start) * pixels > 4]
+    axes.vlines([start for start, _ in gaps], [at - 0.4 for _, at in gaps], [at + 0.4 for _, at in gaps], colors="white", linewidth=0.5, zorder=4)
     for edge in dag.edges:
         (_, left, low), (right, _, high) = ends[edge.source], ends[edge.destination]
-        if edge.kind == DATA and low != high:
+        if edge.kind == DATA and low != high and not edge.tensor.startswith("grad."):  # of those there are too many to see
             axes.plot([left, right], [low, high], color="#9aa3ad", linewidth=0.35, zorder=1)
     axes.set_xlim(0, run.makespan * 1.002)
     axes.set_ylim(len(lanes) - 0.4, -0.6)
