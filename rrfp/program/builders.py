@@ -74,7 +74,7 @@ def zb_v(ranks: int, microbatches: int, **parallel) -> list[Directive]:
     """ZB-V (arXiv 2401.10241, section 6): two stages per rank in a V, a backward's halves next to each other until the drain."""
     rows = []
     for rank in range(ranks):
-        run = _Row(rank, 2 * ranks - 1 - rank, microbatches)
+        run = _Row(rank, 2 * ranks - 1 - rank, max(microbatches, 2 * ranks - 1))  # fewer do not fill its shape: they are left out of it
         down, up = run.stages
         run.add(2 * (ranks - rank) - 1, (down, "F"))
         run.add(rank, (up, "F"), (down, "F"))
@@ -83,9 +83,9 @@ def zb_v(ranks: int, microbatches: int, **parallel) -> list[Directive]:
             run.add(1, (down, "F"), (down, "IW"), (up, "F"), (up, "IW"))
         run.add(rank, (down, "I"), (up, "I"))
         run.add(ranks - rank, (down, "I"), (down, "W"))
-        run.add(microbatches, (up, "W"))
-        run.add(microbatches, (down, "W"))
-        rows.append(run.row)
+        run.add(2 * ranks, (up, "W"))
+        run.add(2 * ranks, (down, "W"))
+        rows.append([action for action in run.row if action.microbatch < microbatches])
     return pipeline(Placement.v(ranks), rows, microbatches, **parallel)
 
 

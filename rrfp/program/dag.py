@@ -175,6 +175,31 @@ class DAG:
                 earlier.update(other.parameters)
         raise KeyError(segment)
 
+    @cached_property
+    def tied(self) -> frozenset[str]:
+        """Parameters that segments on different devices share."""
+        homes: dict[str, set[tuple[int, ...]]] = defaultdict(set)
+        for name, segment in self.segments.items():
+            for parameter in segment.parameters:
+                homes[parameter].add(self.homes.get(name, ()))
+        return frozenset(parameter for parameter, found in homes.items() if len(found) > 1)
+
+    def parameters(self, node: Node) -> tuple[str, ...]:
+        """Whose gradients a reduction sums, or which a gather brings.
+
+        A tied parameter's gradients are complete when they have been summed over its stages. So a reduction of one microbatch
+        (ZeRO-2 and 3) leaves it out, and the one behind that sum takes it.
+        """
+        if node.what.startswith("tied."):
+            return tuple(name for name in self.segments[node.what.removeprefix("tied.")].parameters if name in self.tied)
+        owned = tuple(name for segment in self.bucket_of(node).segments for name in self.owned(segment))
+        if node.kind != REDUCE_SCATTER:
+            return owned
+        before = list(self.before(node.name))
+        tied = any(other.kind == ALL_REDUCE for other in before)
+        plain = any(other.kind == COMPUTE for other in before)
+        return tuple(name for name in owned if (tied if name in self.tied else plain))
+
     def bucket_of(self, node: Node) -> Bucket:
         """Of a reduction or gather: a bucket by its name, or `bucket0.layer0`, gathered for that segment."""
         return self.buckets[node.what.partition(".")[0]]

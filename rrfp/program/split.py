@@ -41,8 +41,7 @@ def _check_split(dag: DAG, directive: Split, inside: set[str], where: str) -> No
         raise ConfigurationError(f"{where}: PASS: a forward and its backward are split together; leave PASS out")
     if dim in dag.dims or dim == PASS or any(dim in node.tags for node in dag.nodes.values()):
         raise ConfigurationError(f"{where}: dim_name {dim}: is a tag already; choose another name")
-    for name in inside:
-        node = dag.nodes[name]
+    for node in (node for name, node in dag.nodes.items() if name in inside):
         segment = dag.segments[node.what]
         for tensor in (*segment.inputs, *segment.outputs):
             spec = dag.tensors[tensor]

@@ -32,6 +32,7 @@ class Devices:
         """ZeRO: this device's part of a parameter, flat."""
         self.zero = {p: bucket for bucket in dag.buckets.values() for s in bucket.segments for p in dag.owned(s)}
         self.most_gathered: dict[int, int] = defaultdict(int)
+        self._groups: dict[tuple[str, int], tuple[int, ...]] = {}
         for segment in dag.segments.values():
             devices, ways = dag.homes[segment.name], dag.sharded.get(segment.name, 1)
             for index, device in enumerate(devices):
@@ -47,10 +48,10 @@ class Devices:
 
     def group(self, name: str, device: int) -> tuple[int, ...]:
         """The replicas of a parameter's piece."""
-        segment = next(s for s in self.zero[name].segments if name in self.dag.owned(s))
-        node = next(n for n in self.dag.nodes.values() if n.what.partition(".")[0] in self.dag.buckets and n.kind in (ALL_REDUCE, REDUCE_SCATTER)
-                    and segment in self.dag.bucket_of(n).segments)
-        return next(group for group in node.groups if device in group)
+        if (name, device) not in self._groups:
+            reductions = (n for n in self.dag.of(ALL_REDUCE, REDUCE_SCATTER) if not n.what.startswith("tied.") and name in self.dag.parameters(n))
+            self._groups[name, device] = next(group for node in reductions for group in node.groups if device in group)
+        return self._groups[name, device]
 
     def part(self, tensor: torch.Tensor, name: str, device: int) -> torch.Tensor:
         group = self.group(name, device)
@@ -168,25 +169,28 @@ class Devices:
         for (name, value), grad in zip(wanted, found, strict=True):
             grad = torch.zeros_like(value) if grad is None else grad
             if name in weights:
-                self.grads[device][name] = self.grads[device].get(name, 0) + grad
+                key = self._key(name, node)
+                self.grads[device][key] = self.grads[device].get(key, 0) + grad
             else:
                 out[f"d.{name}"] = grad
+
+    def _key(self, name: str, node: Node) -> str:
+        """Where gradients of a pass are kept: from ZeRO-2 on those of each microbatch for themselves, until they are scattered."""
+        return f"{name} {node.dims}" if self.zero_of(name) >= 2 and name not in self.dag.tied else name
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 
     def _collective(self, node: Node) -> None:
         if node.what.startswith("tied."):
-            segment = self.dag.segments[node.what.removeprefix("tied.")]
-            shared = [name for name in segment.parameters if all(name in self.grads[device] for device in node.devices)]
-            return self._sum(node.groups, shared, node.devices)
+            return self._sum(node.groups, self.dag.parameters(node))
         bucket = self.dag.bucket_of(node)
-        names = [name for segment in bucket.segments for name in self.dag.owned(segment)]
+        names = self.dag.parameters(node)
         if node.kind == ALL_REDUCE and bucket.part == bucket.parts - 1:
-            self._sum(node.groups, names, node.devices)
+            self._sum(node.groups, names)
         if node.kind == REDUCE_SCATTER and bucket.part == bucket.parts - 1:
             for name in names:
                 for group in node.groups:
-                    total = sum(self.grads[device].pop(name) for device in group)
+                    total = sum(self.grads[device].pop(self._key(name, node)) for device in group)
                     for device in group:
                         so_far = self.grads[device].get(f"shard {name}", 0)
                         self.grads[device][f"shard {name}"] = so_far + self.part(total, name, device)
@@ -205,7 +209,7 @@ class Devices:
                     self.gathered[device][title] = self.gathered[device].get(title, 0) + len(list(self.dag.after(node.name)))
                     self.most_gathered[device] = max(self.most_gathered[device], sum(1 for n in self.gathered[device].values() if n))
 
-    def _sum(self, groups, names, devices) -> None:
+    def _sum(self, groups, names) -> None:
         for name in names:
             for group in groups:
                 total = sum(self.grads[device][name] for device in group)
