@@ -6,7 +6,7 @@ issues them: one total order for all devices, so that no two of them wait for ea
 """
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -138,17 +138,28 @@ class _Clock:
         heapq.heappush(self._ends, (self._spans[name].end, self._rank[name], name))
 
 
-def overlap(dag: DAG, spans: Mapping[str, Span], *, kind: str = ALL_TO_ALL) -> float:
-    """The share of the time of all nodes of `kind` during which their devices compute.
+def paired(dag: DAG) -> frozenset[str]:
+    """The all-to-alls of sub-DAGs that an order runs interleaved with another."""
+    found = set()
+    for row in rows(dag).values():
+        for group in row:
+            if len({(node.phase, *node.dims.items()) for node in group}) > 1:
+                found |= {other.name for node in group for step in (dag.before, dag.after) for other in step(node.name) if other.kind == ALL_TO_ALL}
+    return frozenset(found)
+
+
+def overlap(dag: DAG, spans: Mapping[str, Span], names: Iterable[str] | None = None) -> float:
+    """The share of the time of all-to-alls (`names`; None: all of them) during which their devices compute.
 
     An all-to-all does not wait for computation of its own sub-DAG, so what lies over it is other work: the paired sub-DAG, mostly.
     """
     computing: dict[tuple[int, ...], list[Span]] = {}
-    for name in sorted((node.name for node in dag.of(COMPUTE)), key=lambda name: spans[name]):
-        computing.setdefault(dag.nodes[name].devices, []).append(spans[name])
+    for node in dag.of(COMPUTE):
+        computing.setdefault(node.devices, []).append(spans[node.name])
     whole = covered = 0.0
-    for node in dag.of(kind):
-        start, end = spans[node.name]
+    for name in names if names is not None else (node.name for node in dag.of(ALL_TO_ALL)):
+        start, end = spans[name]
         whole += end - start
-        covered += sum(max(0.0, min(end, other.end) - max(start, other.start)) for other in computing.get(node.devices, ()))
+        others = computing.get(dag.nodes[name].devices, ())
+        covered += sum(max(0.0, min(end, other.end) - max(start, other.start)) for other in others)
     return covered / whole if whole else 0.0

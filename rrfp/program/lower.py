@@ -53,11 +53,10 @@ class _Lowering:
             self.unit(node, self.rank_of[node.devices[0]])
         self.actions = {node.name: self._action(node, self.rank_of[node.devices[0]]) for node in dag.of(COMPUTE, UPDATE)}
         self._peers: dict[str, dict[int, Action]] = {}
-        for name in dag.topological:
-            node = dag.nodes[name]
-            if self._is_reduction(node):
-                ranks = dict.fromkeys(self.rank_of[device] for device in node.devices)
-                self._peers[name] = {rank: self._action(node, rank) for rank in ranks}
+        numbers = {title: index for index, title in enumerate(dag.buckets)}
+        for node in sorted(filter(self._is_reduction, dag.nodes.values()), key=lambda node: (numbers.get(node.what, -1), self.position[node.name])):
+            ranks = dict.fromkeys(self.rank_of[device] for device in node.devices)
+            self._peers[node.name] = {rank: self._action(node, rank) for rank in ranks}
 
     def _microbatch_dimension(self) -> str | None:
         """The split that cuts all computation: its index is the microbatch of actions and messages. Further ones make more units."""
