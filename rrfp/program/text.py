@@ -10,7 +10,8 @@
       < F:embed[MB=0] h              a data edge: from where, and what
       ~ B:layer0[MB=1]               a temporal edge
 
-A line that begins with # says nothing. A field that is empty is left out. `print_dag(parse_dag(text)) == text`, and `parse_dag(print_dag(dag)) == dag` for a `DAG.sorted`.
+A line that begins with # says nothing. A field that is empty is left out. `print_dag(parse_dag(text)) == text`, and
+`parse_dag(print_dag(dag)) == dag` for a `DAG.sorted`.
 """
 
 import re

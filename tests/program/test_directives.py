@@ -151,7 +151,8 @@ def test_what_cannot_be_placed_is_refused(directives, message):
 
 # ---------------------------------------------------------------------- shard
 def test_all_to_alls_lie_around_experts_in_both_passes():
-    dag = program(Split({}, "MB", 2), Place({}, (0, 1)), Shard({"EP": "*"}, (0, 1), stream="ep"), Replicate({"EP": "-"}, (0, 1)), stages=1, parts=PARTS)
+    dag = program(Split({}, "MB", 2), Place({}, (0, 1)), Shard({"EP": "*"}, (0, 1), stream="ep"), Replicate({"EP": "-"}, (0, 1)),
+                  stages=1, parts=PARTS)
     assert {n.name for n in dag.of(ALL_TO_ALL) if n.dims["MB"] == 0} == {
         f"ALL_TO_ALL:{phase}:stage0.experts.{side}[MB=0]" for phase in "FB" for side in ("in", "out")}
     assert {n.stream for n in dag.of(ALL_TO_ALL)} == {"ep"}
@@ -175,7 +176,8 @@ def test_neighbouring_expert_segments_exchange_once():
     ([Place({}, (0, 1)), Shard({"EP": "*"}, (0,))], r"shard {EP=\*}: devices \[0\]: .*experts.* is placed on \[0, 1\]; name the same devices"),
     ([Place({}, (0, 1)), Shard({"EP": 0}, (0, 1), ways=3)], r"directive 1 \(shard\): ways 3: must divide the 2 devices"),
     ([Place({}, (0, 1)), Shard({"EP": 0}, (0, 1)), Shard({"EP": "*"}, (0, 1))], r"shard {EP=\*}: .*: its neighbour ALL_TO_ALL:.* sharded once"),
-    ([Place({"EP": "-"}, (0, 1)), Place({"EP": 0}, (2, 3)), Shard({"EP": "*"}, (2, 3))], r"shard .*: its neighbour (RECV|SEND):.* is no computation on"),
+    ([Place({"EP": "-"}, (0, 1)), Place({"EP": 0}, (2, 3)), Shard({"EP": "*"}, (2, 3))],
+     r"shard .*: its neighbour (RECV|SEND):.* is no computation on"),
 ])  # fmt: skip
 def test_what_cannot_be_sharded_is_refused(directives, message):
     refused(message, *directives, stages=1, parts=PARTS)
@@ -262,4 +264,5 @@ def test_rows_that_wait_for_each_other_are_refused_with_the_circle():
     """Rank 1 wants the backward of microbatch 1 before that of 0, which rank 0 needs before it runs forward 1."""
     rows = [Order((entry(0, "F", 0), entry(0, "B", 0), entry(0, "F", 1), entry(0, "B", 1))),
             Order((entry(1, "F", 0), entry(1, "F", 1), entry(1, "B", 1), entry(1, "B", 0)))]  # fmt: skip
-    refused(r"waits in a circle: .*F:stage0\[MB=1\] {PP=0}.*B:stage1\[MB=0\]", Split({}, "MB", 2), Place({"PP": 0}, (0,)), Place({"PP": 1}, (1,)), *rows)
+    refused(r"waits in a circle: .*F:stage0\[MB=1\] {PP=0}.*B:stage1\[MB=0\]",
+            Split({}, "MB", 2), Place({"PP": 0}, (0,)), Place({"PP": 1}, (1,)), *rows)

@@ -63,5 +63,6 @@ def test_what_is_wrong_in_a_text_is_named_with_its_line(old, new, message):
 
 
 def test_slots_and_parts_are_in_the_text():
-    dag = apply(training_dag(sketch(1)), [*BUILDERS["gpipe"](1, 2, replicas=2)[:2], Replicate({}, (0, 1), bucket_size=0.01, slotted=True, prefetch=3)])
+    cut = Replicate({}, (0, 1), bucket_size=0.01, slotted=True, prefetch=3)
+    dag = apply(training_dag(sketch(1)), [*BUILDERS["gpipe"](1, 2, replicas=2)[:2], cut])
     assert "bucket bucket0 8192 zero 0 part 0/2 prefetch 3 slotted of stage0\n" in print_dag(dag)
