@@ -114,16 +114,20 @@ def interleave(dag: DAG, group: Sequence[Node]) -> list[Node]:
         return next(iter(parts.values()))
     inside, done, merged = {node.name for node in group}, set(), []
     queues = list(parts.values())
+
+    def ready(queue: list[Node]) -> bool:
+        return inside.intersection(_computed(dag, queue[0].name, forward=False)) <= done
+
     while queues:
-        ready = next((q for q in queues if inside.intersection(_computed(dag, q[0].name, forward=False)) <= done), queues[0])
-        queues.remove(ready)
+        queue = next(filter(ready, queues))  # of what is left, the first in topological order heads some queue
+        queues.remove(queue)
         # Up to the next all-to-all, then it is the others' turn.
-        while ready:
-            node = ready.pop(0)
+        while queue and ready(queue):
+            node = queue.pop(0)
             merged.append(node)
             done.add(node.name)
             if any(after.kind == ALL_TO_ALL for after in dag.after(node.name)):
                 break
-        if ready:
-            queues.append(ready)
+        if queue:
+            queues.append(queue)
     return merged

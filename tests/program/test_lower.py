@@ -11,7 +11,7 @@ from rrfp.action import Edge, parse_action
 from rrfp.comm.transport import Arrival
 from rrfp.errors import ConfigurationError
 from rrfp.program.builders import BUILDERS, dualpipev
-from rrfp.program.directives import Order, Place, Split, apply
+from rrfp.program.directives import Order, Place, Replicate, Shard, Split, apply
 from rrfp.program.lower import lower
 from rrfp.program.traced import sketch
 from rrfp.program.training import training_dag
@@ -84,6 +84,16 @@ def test_a_split_backward_leaves_a_pending_weight_gradient():
     tasks = lowered("zb-1", 2, 2).plans[0].dependencies.tasks
     found = [(tasks[parse_action(token)].in_flight, tasks[parse_action(token)].backlog) for token in ("0F0", "0I0", "0W0")]
     assert found == [(1, 0), (0, 1), (-1, -1)]
+
+
+def test_a_group_that_holds_both_halves_of_a_backward_keeps_their_order():
+    """Each W follows its I though the halves run interleaved, past the all-to-alls between them."""
+    def both(stage, kinds):
+        return tuple({"PP": stage, "PASS": kind} for kind in kinds)
+
+    dag = training_dag(sketch(1, parts=PARTS, batch=8))
+    program = lower(apply(dag, [Place({}, (0, 1)), Shard({"EP": "*"}, (0, 1)), Replicate({"EP": "-"}, (0, 1)), Order((both(0, "F"), both(0, "IW")))]))
+    assert text(program.plans[0].row[:2]) == "0F0|1F0|2F0 2I0|2W0|1I0|1W0|0I0|0W0"
 
 
 def test_pieces_of_a_part_are_units():
