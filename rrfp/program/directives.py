@@ -42,7 +42,8 @@ class Place:
 @dataclass(frozen=True)
 class Shard:
     """Expert parallelism: the matched segments' parameters lie on `devices` in `ways` pieces along their first dimension (default: one
-    per device); an ALL_TO_ALL before and after them, on `stream`, brings tokens to their experts and back.
+    per device); an ALL_TO_ALL before and after them, on `stream`, brings tokens to their experts and back. What it moves is experts x
+    tokens x ...: on the way in (`SEGMENT.in`) the first dimension is dealt out and the second joined, on the way out the reverse.
     """
 
     filter: Filter

@@ -32,7 +32,7 @@ def print_dag(dag: DAG) -> str:
     lines += [f"dim {dim} {count}" for dim, count in dag.dims.items()]
     for name, tensor in dag.tensors.items():
         lines.append(_join("tensor", name, tensor.dtype, "x".join(map(str, tensor.shape)) or "-",
-                           "" if tensor.batch is None else f"batch {tensor.batch}"))
+                           "" if tensor.batch is None else f"batch {tensor.batch}", "" if tensor.gradient else "constant"))
     for name, segment in dag.segments.items():
         lines.append(_join("segment", name, _pairs(segment.tags), _list("in", segment.inputs), _list("out", segment.outputs),
                            _list("parameters", segment.parameters), "frozen" if segment.frozen else ""))
@@ -137,8 +137,12 @@ def _tensor(name: str, words: Iterator[str]) -> Tensor:
     dtype, shape = next(words), next(words)
     if not _SHAPE.fullmatch(shape):
         raise ValueError(f"{shape!r} is no shape: write 8x64, or - for a scalar")
-    batch = next(words, None)
-    return Tensor(() if shape == "-" else tuple(map(int, shape.split("x"))), dtype, None if batch is None else int(next(words)))
+    fields: dict = {"batch": None}
+    for word in words:
+        if word not in ("batch", "constant"):
+            raise ValueError(f"{word!r}: must be batch or constant")
+        fields |= {"batch": int(next(words))} if word == "batch" else {"gradient": False}
+    return Tensor(() if shape == "-" else tuple(map(int, shape.split("x"))), dtype, **fields)
 
 
 def _segment(name: str, words: Iterator[str]) -> Segment:

@@ -24,11 +24,13 @@ class Tensor:
         shape: of the whole batch of one replica; of a parameter, all of it.
         dtype: as torch prints it, without `torch.`: `float32`, `bfloat16`, `int64`.
         batch: the dimension that `split` divides; None: every microbatch gets all of it (a mask, a table of positions).
+        gradient: False for numbers through which no gradient flows, though they are floating point.
     """
 
     shape: tuple[int, ...]
     dtype: str = "float32"
     batch: int | None = 0
+    gradient: bool = True
 
     @property
     def nbytes(self) -> int:
@@ -37,7 +39,7 @@ class Tensor:
 
     @property
     def differentiable(self) -> bool:
-        return self.dtype.startswith(("float", "bfloat"))
+        return self.gradient and self.dtype.startswith(("float", "bfloat"))
 
 
 @dataclass(frozen=True)

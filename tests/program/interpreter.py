@@ -164,6 +164,8 @@ class Devices:
                 grad = torch.full_like(value, 1 / (self.dag.pieces(node) * len(node.devices)))
             if grad is not None:
                 grads[name] = grad
+        if not wanted:
+            return  # I of a segment that reads no numbers has nothing to do
         found = torch.autograd.grad([outputs[name] for name in grads], [value for _, value in wanted], list(grads.values()),
                                     retain_graph=True, allow_unused=True)
         for (name, value), grad in zip(wanted, found, strict=True):
@@ -229,9 +231,11 @@ class Devices:
     def _exchange(self, node: Node) -> None:
         for tensor in {edge.tensor for edge in self.dag.incoming[node.name]}:
             for group in node.groups:
-                chunks = {device: self._get(node, device, tensor).chunk(len(group)) for device in group}
+                # Experts lie along the first dimension, tokens along the second: into the experts, and back.
+                apart, together = (0, 1) if node.what.endswith(".in") else (1, 0)
+                chunks = {device: self._get(node, device, tensor).chunk(len(group), apart) for device in group}
                 for index, device in enumerate(group):
-                    self.values[node.name][device][tensor] = torch.cat([chunks[other][index] for other in group])
+                    self.values[node.name][device][tensor] = torch.cat([chunks[other][index] for other in group], together)
 
     def whole(self, name: str) -> list[torch.Tensor]:
         """A parameter as each replica group's devices hold it now, put together: equal copies, one per group of its devices."""

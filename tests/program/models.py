@@ -79,8 +79,8 @@ def chain(stages: int, batch: int, *, experts: bool = False, tied: bool = False)
                 last: v[before] + torch.tanh(v[before] @ w[weight])})
             continue
         shapes[f"{name}.gate"], shapes[f"{name}.e"] = (HIDDEN, EXPERTS), (EXPERTS, HIDDEN, HIDDEN)
-        tensors |= {f"a{stage}": width, f"g{stage}": Tensor((batch, EXPERTS), "float64"), f"t{stage}": Tensor((EXPERTS * batch, HIDDEN), "float64"),
-                    f"y{stage}": Tensor((EXPERTS * batch, HIDDEN), "float64")}
+        tensors |= {f"a{stage}": width, f"g{stage}": Tensor((batch, EXPERTS), "float64"), f"t{stage}": Tensor((EXPERTS, batch, HIDDEN), "float64", 1),
+                    f"y{stage}": Tensor((EXPERTS, batch, HIDDEN), "float64", 1)}
         add(f"{name}.attention", {"PP": stage}, [before], [f"a{stage}", f"g{stage}", f"t{stage}"], [weight, f"{name}.gate"],
             _attention(stage, before, weight, f"{name}.gate"))
         add(f"{name}.experts", {"PP": stage, "EP": stage}, [f"t{stage}"], [f"y{stage}"], [f"{name}.e"], _experts(stage, f"{name}.e"))
@@ -97,7 +97,7 @@ def _attention(stage, before, weight, gate):
         scores = torch.softmax(a @ w[gate], dim=1)
         chosen = torch.nn.functional.one_hot(scores.argmax(1), EXPERTS).to(a.dtype)
         g = scores * chosen  # rows x experts, zero where a row does not go
-        tokens = (chosen.t().unsqueeze(2) * a.unsqueeze(0)).reshape(-1, HIDDEN)  # one block of rows per expert
+        tokens = chosen.t().unsqueeze(2) * a.unsqueeze(0)  # experts x rows x hidden, zeros where a row does not go
         return {f"a{stage}": a, f"g{stage}": g, f"t{stage}": tokens}
 
     return run
@@ -105,17 +105,15 @@ def _attention(stage, before, weight, gate):
 
 def _experts(stage, name):
     def run(w, v):
-        own = w[name]  # the experts of this device; tokens come from every device of the group, each with a block per own expert
-        blocks = v[f"t{stage}"].reshape(EXPERTS // len(own), len(own), -1, HIDDEN)
-        return {f"y{stage}": torch.tanh(torch.einsum("reth,ehk->retk", blocks, own)).reshape(-1, HIDDEN)}
+        # This device's experts, and the rows of every device of the group.
+        return {f"y{stage}": torch.tanh(torch.bmm(v[f"t{stage}"], w[name]))}
 
     return run
 
 
 def _combine(stage):
     def run(w, v):
-        y = v[f"y{stage}"].reshape(EXPERTS, -1, HIDDEN)
-        return {f"h{stage}": v[f"a{stage}"] + torch.einsum("te,eth->th", v[f"g{stage}"], y)}
+        return {f"h{stage}": v[f"a{stage}"] + torch.einsum("te,eth->th", v[f"g{stage}"], v[f"y{stage}"])}
 
     return run
 
@@ -124,6 +122,7 @@ def diamond(batch: int) -> Model:
     """Two encoders of unlike depth, a join, and a head: `image` (two blocks) and `words` (one) meet in `join`."""
     width = Tensor((batch, HIDDEN), "float64")
     tensors = {name: width for name in ("image", "words", "i0", "i1", "w0", "j")}
+    tensors["words"] = Tensor((batch, HIDDEN), "float64", gradient=False)
     tensors |= {"target": Tensor((batch,), "int64"), "loss": Tensor((), "float64", batch=None)}
     functions = {
         "image0": lambda w, v: {"i0": torch.tanh(v["image"] @ w["image0.w"])},
