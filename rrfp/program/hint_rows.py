@@ -1,10 +1,14 @@
 """The order of a program at the granularity of pipeline stages: rows that any hint file, simulation or Megatron run can take."""
 
+from pathlib import Path
+
 from rrfp.action import Action
 from rrfp.errors import ConfigurationError
 from rrfp.program.dag import DAG, Node
+from rrfp.program.files import read_dag
 from rrfp.program.order import rows
 from rrfp.scheduler.hints import Row
+from rrfp.scheduler.lists import ListFile, actions_of
 
 STAGE = "PP"
 
@@ -32,6 +36,12 @@ def stage_rows(dag: DAG, *, stage: str = STAGE) -> list[Row]:
             ties.setdefault(position, []).append(action)
         found.append(tuple(tuple(ties[position]) for position in sorted(ties)))
     return found
+
+
+def hint_of(path: str | Path) -> ListFile:
+    """The order of a program file as a hint file would give it. A row's line is the number of its order, a column its position in that."""
+    found = stage_rows(read_dag(path))
+    return ListFile(found, None, list(range(1, len(found) + 1)), [list(range(1, len(actions_of(row)) + 1)) for row in found])
 
 
 def _action(dag: DAG, node: Node, stage: str) -> Action:

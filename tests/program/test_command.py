@@ -3,6 +3,8 @@
 import pytest
 
 from rrfp.cli import main
+from rrfp.errors import ConfigurationError
+from rrfp.mode import parse_mode
 from rrfp.placement import Placement
 from rrfp.policy import Policy
 
@@ -32,13 +34,25 @@ def test_a_picture_is_drawn(tmp_path, capsys):
     assert status == 0 and out.startswith("# ") and (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_programs_order_is_a_hint_for_simulation(tmp_path, capsys):
+def test_a_program_is_a_hint(tmp_path, capsys):
+    """Where a hint file may stand, a program may: as it is, or its order written as one."""
     file, csv = tmp_path / "p.json", tmp_path / "p.csv"
     run(capsys, "build", "interleaved", file, "--ranks", 2, "--microbatches", 4)
     run(capsys, "show", file, "--summary", "--hint", csv)
-    assert main(["simulate", "--stages", "2", "--chunks", "2", "--microbatches", "4", "--seeds", "1", "--modes", f"strict:{csv}", "strict:1f1b"]) == 0
-    assert str(csv) in capsys.readouterr().out
-    assert Policy(hint=str(csv), mode="strict").list_for(Placement.looped(2, 2), 4)
+    modes = [f"strict:{csv}", f"ready:{file}", "strict:1f1b"]
+    assert main(["simulate", "--stages", "2", "--chunks", "2", "--microbatches", "4", "--seeds", "1", "--modes", *modes]) == 0
+    out = capsys.readouterr().out
+    assert str(csv) in out and str(file) in out
+    rows = [Policy(hint=str(hint), mode="strict").list_for(Placement.looped(2, 2), 4) for hint in (csv, file, "1f1b")]
+    assert rows[0] == rows[1] == rows[2]
+
+
+def test_a_programs_split_backward_is_seen(tmp_path, capsys):
+    file = tmp_path / "p.json"
+    run(capsys, "build", "zb-1", file, "--ranks", 2, "--microbatches", 4)
+    assert parse_mode(f"strict:{file}:2p").split
+    with pytest.raises(ConfigurationError, match="p.json"):
+        Policy(hint=str(file), mode="strict", split=True, limit="9").list_for(Placement.looped(2), 5)
 
 
 @pytest.mark.parametrize("words, message", [
