@@ -76,7 +76,8 @@ def capture(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], *, loss: 
         loss: loss(model, batch) -> a scalar, the mean over the batch.
 
     Raises:
-        ConfigurationError: if the model cannot be traced with a batch of any size, or nothing in it is annotated.
+        ConfigurationError: if the model cannot be traced with a batch of any size, nothing in it is annotated, or it writes in place what
+            lasts longer than a segment (a buffer, another segment's tensor).
     """
     whole = _Whole(model, tuple(batch), loss)
     token = _trace.set(_Trace(Counter(), {}))
@@ -103,6 +104,13 @@ class _Whole(torch.nn.Module):
         return self._loss(self.model, dict(zip(self._names, values, strict=True)))
 
 
+class _Part(NamedTuple):
+    """A segment's nodes: what it reads (tensors of others, of the batch, weights), and what it runs."""
+
+    read: list[fx.Node]
+    runs: list[fx.Node]
+
+
 class _Cutter:
     """Cuts an exported graph where the tags change."""
 
@@ -122,27 +130,28 @@ class _Cutter:
         """Through which a gradient flows: made of a trained parameter, by floating-point numbers all the way."""
         for node in self._graph.nodes:
             trained = self._weights.get(node.name) in self._trained or not self._flows.isdisjoint(node.all_input_nodes)
-            if trained and _is_tensor(node) and node.meta["val"].is_floating_point() and node.target is not torch.ops.aten.detach.default:
+            made = node.meta.get("val")
+            values = made if isinstance(made, (tuple, list)) else (made,)
+            floating = any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in values)
+            if trained and floating and node.target is not torch.ops.aten.detach.default:
                 self._flows.add(node)
-        if signature.buffers_to_mutate:
-            buffer = next(iter(signature.buffers_to_mutate.values()))
-            raise ConfigurationError(f"model: buffer {buffer}: its forward writes it; microbatches would see each other through it")
 
     def cut(self) -> Captured:
         runs = self._runs()
-        home = {node: index for index, (_, nodes) in enumerate(runs) for node in nodes}
+        parts = [self._part(nodes) for _, nodes in runs]
+        everywhere = {node for part in parts for node in part.read}
         segments, functions, tensors = [], {}, {}
         counts: Counter[str] = Counter()
-        for index, (tags, nodes) in enumerate(runs):
+        for (tags, nodes), part in zip(runs, parts, strict=True):
             label = ".".join(f"{tag}{number}" for tag, number in tags.items())
             name = label if not counts[label] else f"{label}.part{counts[label]}"
             counts[label] += 1
-            outputs = [node for node in nodes if _is_tensor(node)
-                       and (node.name == self._loss or any(home.get(user, index) != index for user in _real_users(node)))]
-            inputs, weights, function = self._function(nodes, outputs)
+            inputs = [node for node in part.read if node.name not in self._weights]
+            weights = dict.fromkeys(self._weights[node.name] for node in part.read if node.name in self._weights)
+            outputs = [node for node in nodes if node in everywhere or node.name == self._loss]
             segments.append(Segment(name, tags, tuple(map(self._name, inputs)), tuple(map(self._name, outputs)),
-                                    tuple(w for w in weights if w in self._trained)))
-            functions[name] = function
+                                    tuple(weight for weight in weights if weight in self._trained)))
+            functions[name] = self._function(part, outputs)
             tensors |= {self._name(node): _spec(node, node in self._flows) for node in (*inputs, *outputs)}
         for name, value in self._state.items():
             tensors[name] = Tensor(tuple(value.shape), str(value.dtype).removeprefix("torch."), batch=None)
@@ -169,42 +178,49 @@ class _Cutter:
         runs[0][1][:0] = early
         return runs
 
-    def _function(self, nodes: list[fx.Node], outputs: list[fx.Node]) -> tuple[list[fx.Node], list[str], Callable]:
-        """The segment as a module of its own: (tensors that it reads, weights that it reads, f)."""
-        own, inside = fx.Graph(), set(nodes)
-        read: dict[fx.Node, None] = {}
-        needed: dict[fx.Node, None] = {}
+    def _part(self, nodes: list[fx.Node]) -> "_Part":
+        """What runs in a segment, and what it reads. Sizes, and tuples of tensors, are made anew where they are used: no message carries them."""
+        inside, read, runs = set(nodes), {}, {}
 
         def need(node: fx.Node) -> None:
-            """Sizes are worked out anew in every segment: no message carries them."""
-            if node in needed:
-                return
-            if node in inside or not _is_tensor(node):
-                if node.op != "placeholder":
-                    for other in node.all_input_nodes:
-                        need(other)
-                    needed[node] = None
-                    return
-            read[node] = None
+            if node.op == "placeholder" or (_is_tensor(node) and node not in inside):
+                read[node] = None
+            elif node not in runs:
+                runs[node] = None
+                for other in node.all_input_nodes:
+                    need(other)
 
         for node in nodes:
             need(node)
-        values: dict[fx.Node, fx.Node] = {node: own.placeholder(node.name) for node in read}
-        for node in self._graph.nodes:  # in the graph's order
-            if node in needed:
-                values[node] = own.node_copy(node, values.__getitem__)
-        own.output(tuple(values[node] for node in outputs))
-        module = fx.GraphModule(self._module, own)
-        tensors = [node for node in read if node.name not in self._weights]
-        weights = {node.name: self._weights[node.name] for node in read if node.name in self._weights}
-        order = [(node.name in weights, weights.get(node.name, self._name(node))) for node in read]
-        names, state = [self._name(node) for node in outputs], self._state
+            self._check_writes(node, read)
+        return _Part(list(read), [node for node in self._graph.nodes if node in runs])  # in the graph's order
 
-        def run(given_weights: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            found = module(*((given_weights.get(name, state[name]) if is_weight else given[name]) for is_weight, name in order))
+    def _check_writes(self, node: fx.Node, read: Mapping[fx.Node, None]) -> None:
+        """In place a segment may change only what it made itself."""
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return
+        for argument, value in zip(node.target._schema.arguments, node.args):
+            if argument.alias_info is not None and argument.alias_info.is_write and value in read:
+                name = self._weights.get(value.name, self._name(value))
+                raise ConfigurationError(f"model: {name}: is written by {node.target}; other microbatches, or other parts, would see that;"
+                                         " write no buffer in training, and nothing in place that another part made")
+
+    def _function(self, part: "_Part", outputs: list[fx.Node]) -> Callable:
+        """The segment as a function of its weights and inputs."""
+        own = fx.Graph()
+        values: dict[fx.Node, fx.Node] = {node: own.placeholder(node.name) for node in part.read}
+        for node in part.runs:
+            values[node] = own.node_copy(node, values.__getitem__)
+        own.output(tuple(values[node] for node in outputs))
+        module, state = fx.GraphModule(self._module, own), self._state
+        order = [(self._weights.get(node.name), self._name(node)) for node in part.read]
+        names = [self._name(node) for node in outputs]
+
+        def run(weights: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            found = module(*(inputs[name] if weight is None else weights.get(weight, state[weight]) for weight, name in order))
             return dict(zip(names, found, strict=True))
 
-        return tensors, list(dict.fromkeys(weights.values())), run
+        return run
 
 
 def _is_tensor(node: fx.Node) -> bool:
@@ -213,16 +229,10 @@ def _is_tensor(node: fx.Node) -> bool:
 
 def _is_real(node: fx.Node) -> bool:
     """Not a size, and no check of sizes: those are for the tracer."""
-    if node.op == "call_function" and not node.users:
+    writes = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    if node.op == "call_function" and not node.users and not writes:
         return False
     return not isinstance(node.meta.get("val"), (torch.SymInt, torch.SymBool, torch.SymFloat, int, float, bool))
-
-
-def _real_users(node: fx.Node) -> Iterator[fx.Node]:
-    """Who reads a tensor, past sizes."""
-    for user in node.users:
-        if user.op != "output" and _is_real(user):
-            yield user
 
 
 def _spec(node: fx.Node, flows: bool) -> Tensor:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 
 from rrfp.action import Action, Edge
-from rrfp.errors import ConfigurationError
 from rrfp.program.clock import nominal, run
 from rrfp.program.dag import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, COMPUTE, DAG, RECV, REDUCE_SCATTER, SEND, UPDATE, Node
 from rrfp.program.order import rows
@@ -108,10 +107,8 @@ class _Lowering:
             sources = sorted({edge.source for edge in self.dag.incoming[name]}, key=self.position.__getitem__)
             first = readers[0]
             for reader in readers[1:]:
-                self._check_piece(first, reader)
                 self.waits.setdefault(reader, []).append(first)
             for source in sources:
-                self._check_piece(source, first)
                 edge = Edge(self.actions[source].stage, self.actions[first].stage)
                 if edge not in self.arrivals.setdefault(first, []):
                     self.arrivals[first].append(edge)
@@ -122,12 +119,6 @@ class _Lowering:
                 nodes[name] = None
         self.messages = {edge: Message(edge, made["kind"], tuple(made["tensors"]), made["stream"], {m: tuple(n) for m, n in made["nodes"].items()})
                          for edge, made in found.items()}
-
-    def _check_piece(self, one: str, other: str) -> None:
-        here, there = self.actions[one].microbatch, self.actions[other].microbatch
-        if here != there:
-            raise ConfigurationError(f"program: {self.dag.nodes[other]}: gets microbatch {here}'s data for its {there}: a message stays in"
-                                     " its microbatch; split everything, or the part on one device")
 
     def _plan(self, rank: int, streams: Mapping[str, tuple[str, ...]]) -> Plan:
         dag, devices = self.dag, self.groups[rank]

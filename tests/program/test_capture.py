@@ -158,6 +158,34 @@ def test_annotations_count_by_tag_and_nest_and_do_nothing_outside_a_capture():
     assert [segment.tags for segment in captured.traced.segments] == [{"A": 0, "B": 0}, {"A": 0}, {"A": 0, "B": 1}]
 
 
+def test_a_tuple_and_a_size_that_cross_an_annotation():
+    """One part chunks, others take the chunks and ask for sizes: gradients flow through every one of them, sums are the module's."""
+
+    class Crossing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 8), nn.Linear(4, 4)
+
+        def forward(self, x):
+            with annotate("PP"):
+                a, b = self.one(x).chunk(2, dim=1)
+            with annotate("PP"):
+                c = self.two(a) / x.shape[0]
+            with annotate("PP"):
+                return (b.tanh() * c * a.shape[0]).mean()
+
+    model = Crossing().double()
+    captured = capture(model, {"x": torch.randn(6, 4).double()}, loss=lambda module, batch: module(batch["x"]))
+    assert all(captured.traced.tensors[name].differentiable for segment in captured.traced.segments for name in segment.outputs)
+    dag = apply(training_dag(captured.traced), [Split({}, "MB", 2), *(Place({"PP": stage}, (stage,)) for stage in range(3))])
+    devices = Devices(dag, captured.functions, {n: w.detach() for n, w in captured.weights.items()}, captured.traced.loss, rate=RATE)
+    batch = {"x": torch.randn(8, 4).double()}
+    devices.step(batch)
+    (sum(model(part) for part in batch["x"].chunk(2)) / 2).backward()
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(devices.whole(name)[0], parameter - RATE * parameter.grad, rtol=0, atol=1e-12), name
+
+
 def test_what_cannot_be_captured_is_refused():
     batch = {"image": torch.randn(4, 4), "text": torch.randn(4, 5)}
 
@@ -170,6 +198,17 @@ def test_what_cannot_be_captured_is_refused():
 
     with pytest.raises(ConfigurationError, match="model: cannot be traced with a batch of any size: "):
         capture(Fixed(), batch, loss=call)
+
+    class Normed(Two):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, image, text):
+            return super().forward(self.norm(image), text)
+
+    with pytest.raises(ConfigurationError, match=r"model: norm\.\w+: is written by aten.add_.Tensor; other microbatches"):
+        capture(Normed(), batch, loss=call)
     with pytest.raises(ConfigurationError, match="model: nothing in it is annotated; write `with annotate"):
         capture(nn.Linear(4, 1), {"image": batch["image"]}, loss=lambda model, given: model(given["image"]).mean())
 

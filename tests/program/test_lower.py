@@ -103,8 +103,8 @@ def test_pieces_of_a_part_are_units():
     assert program.plans[2].dependencies.tasks[parse_action("3F1")].arrivals == (Edge(1, 3), Edge(2, 3))
 
 
-def test_a_message_stays_in_its_microbatch():
-    """Split apart, one encoder's pieces are no microbatches: a message of them would be nobody's. They are units then, and it is."""
+def test_pieces_of_one_part_alone_are_no_microbatches():
+    """Where nothing else is split, a message has no microbatch number that both ends know: the pieces are units, all of microbatch 0."""
     dag = training_dag(sketch(3, batch=8))
     program = lower(apply(dag, [Split({"PP": 1}, "HALF", 2), *(Place({"PP": s}, (s,)) for s in range(3))]))
     assert {action.microbatch for plan in program.plans for action in plan.nodes if action.kind in "FB"} == {0}
