@@ -20,7 +20,7 @@ setup(
     long_description=README.read_text() if README.exists() else "",
     long_description_content_type="text/markdown",
     packages=find_packages(include=["rrfp", "rrfp.*"]),
-    package_data={"rrfp.report": ["*.html", "*.css", "*.js"]},
+    package_data={"rrfp.report": ["*.html", "*.css", "*.js"], "rrfp.program": ["*.json"]},
     python_requires=">=3.12",
     install_requires=["numpy>=1.26", "pyzmq>=25.1"],
     extras_require={
@@ -30,7 +30,8 @@ setup(
         # images for scripts/pretrain_vlm.py: scikit-learn's own, or a WebDataset through Megatron-Energon
         "multimodal": ["scikit-learn>=1.3", "pillow>=10"],
         "energon": ["megatron-energon>=6", "pillow>=10"],
-        "test": ["pytest>=8.0", "pytest-timeout>=2.2", "hypothesis>=6.100", "psutil>=5.9", "scikit-learn>=1.3", "pillow>=10"],
+        "program": ["jsonschema>=4.20"],  # strategies as files
+        "test": ["jsonschema>=4.20", "pytest>=8.0", "pytest-timeout>=2.2", "hypothesis>=6.100", "psutil>=5.9", "scikit-learn>=1.3", "pillow>=10"],
     },
     entry_points={"console_scripts": ["rrfp = rrfp.cli:main"]},
 )

@@ -1,4 +1,4 @@
-"""The command line: `rrfp doctor`, `trace`, `report`, `simulate`, `compare`, `compare-training`, `schedule`, `balance`, and
+"""The command line: `rrfp doctor`, `trace`, `report`, `simulate`, `compare`, `compare-training`, `schedule`, `balance`, `program`, and
 `python -m rrfp [--cpu] SCRIPT ...` under torchrun."""
 
 import importlib
@@ -18,6 +18,7 @@ COMMANDS = {
     "report": "rrfp.report.command",
     "schedule": "rrfp.schedule.command",
     "balance": "rrfp.balance.command",
+    "program": "rrfp.program.command",
 }
 
 

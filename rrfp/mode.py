@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from rrfp.errors import ConfigurationError
-from rrfp.policy import BUILT_IN, SPLIT_ONLY, Policy
+from rrfp.policy import BUILT_IN, SPLIT_ONLY, Policy, read_hint
 from rrfp.scheduler import lists
 from rrfp.scheduler.limits import is_measured
 
@@ -38,7 +38,7 @@ def parse_mode(text: str) -> Policy:
         else:
             limit.append(word)
     if hint not in (*BUILT_IN, *lists.PUBLISHED) and Path(hint).is_file():
-        split = split or lists.read_file(hint).splits
+        split = split or read_hint(hint).splits
     if limit and is_measured(":".join(limit)):
         raise ConfigurationError(f"--modes {text}: limit {':'.join(limit)} is measured in training; name the limit itself, for example eager or 7,5,3,1")
     try:

@@ -103,7 +103,7 @@ class Policy:
         if self._is_file and not Path(self.hint).is_file():
             names = ", ".join(name for name in (*BUILT_IN, *lists.PUBLISHED, *_registered) if self.split or name not in SPLIT_ONLY)
             raise ConfigurationError(
-                f"--rrfp-hint {self.hint}: is neither a hint nor a file; use one of {names}, or a CSV file's path")
+                f"--rrfp-hint {self.hint}: is neither a hint nor a file; use one of {names}, or a CSV file's path or a program's")
         if self.hint in SPLIT_ONLY and not self.split:
             raise ConfigurationError(
                 f"--rrfp-hint {self.hint}: needs a backward split into I and W; add --rrfp-split-backward, or use fill-alt or 1f1b")
@@ -384,10 +384,19 @@ def _pipeline_of(rows: Sequence[hints.Row] | None, placement: Placement, microba
     return _pipeline(placement, microbatches, split, _whole(rows, split))
 
 
+def read_hint(path: str) -> lists.ListFile:
+    """What a hint file says: PyTorch's CSV notation, or of a program (`.json`) its order of stages. Raises ConfigurationError."""
+    if Path(path).suffix != ".json":
+        return lists.read_file(path)
+    from rrfp.program.hint_rows import hint_of
+
+    return hint_of(path)
+
+
 @cache
 def _read(path: str) -> lists.ListFile:
     """A hint file is read once in a process, when the policy is made: what all ranks agreed on cannot change under a run."""
-    return lists.read_file(path)
+    return read_hint(path)
 
 
 def _check_generator(policy: Policy, name: str | None) -> None:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 INSTALLED = {
     "torch": "2.1.0a0+32f93b1", "transformer-engine": "1.2.0", "apex": "0.1", "numpy": "1.26.4", "pyzmq": "25.1.2",
     "megatron-core": "0.17.1", "pyyaml": "6.0", "psutil": "5.9.8", "matplotlib": "3.8.2",
-    "pytest": "8.0.0", "pytest-timeout": "2.2.0", "hypothesis": "6.100.0", "scikit-learn": "1.3.0", "pillow": "10.0.0",
+    "pytest": "8.0.0", "pytest-timeout": "2.2.0", "hypothesis": "6.100.0", "scikit-learn": "1.3.0", "pillow": "10.0.0", "jsonschema": "4.20.0",
 }  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def project(tmp_path) -> Path:
 
 
 def test_installing_replaces_nothing(python, project):
-    for extras in "", "[megatron,plot,multimodal,test]":
+    for extras in "", "[megatron,plot,multimodal,test]": "jsonschema": "4.20.0",
         (own,) = would_install(python, project, extras)
         assert own["name"] == "rrfp"
     names = {re.match(r"[\w-]+", line)[0] for line in own["requires_dist"]}
