@@ -255,7 +255,8 @@ class Engine:
         if done.span is None:
             ended, padded = done.time, self._executor.padded
         else:
-            start, ended, padded = done.span
+            ran, ended, padded = done.span
+            start = max(start, ran)  # two clocks never agree to the last microsecond
         start = max(start, self._last_end)
         end = self._last_end = max(start, ended)
         scheduler.completed(action, end)

@@ -6,8 +6,10 @@ memory must be pinned, a thread must have entered the device, a handle can't be 
 
 connections=1: one hardware queue. Nothing starts before all that was queued earlier on the device, on any stream, has started.
 
+pace: seconds that an entry of a compute stream takes at least, so that hosts and transfers run ahead of it.
+
 Without `start` the machine runs when somebody waits (`synchronize`, `run`); a wait that nothing can end is a `Deadlock`, at once. With
-it a thread runs it, and a wait ends in `Deadlock` when nothing has moved for WAIT seconds.
+it a thread runs it, and a wait ends in `Deadlock` after `wait` seconds.
 """
 
 import random
@@ -19,7 +21,7 @@ from collections.abc import Callable
 import numpy as np
 
 POISON = 0xA5
-WAIT = 20.0
+WAIT = 8.0
 
 
 class Deadlock(AssertionError):
@@ -54,14 +56,16 @@ class Op:
 
 class FakeStream:
     def __init__(self, device, name: str):
-        self.device, self.name = device, name
+        self.device, self.name, self.kernels = device, name, name.endswith("compute")
         self.ops: deque[Op] = deque()
 
 
 class Machine:
     """All devices and what they do. Times are virtual: `now` counts what has been done, and delays."""
 
-    def __init__(self, *, seed: int = 0, connections: int = 8):
+    def __init__(self, *, seed: int = 0, connections: int = 8, wait: float = WAIT, pace: float = 0.0):
+        self.wait, self.pace = wait, pace
+        self._next_kernel = 0.0
         self.rng = random.Random(seed)
         self.connections = connections
         self.changed = threading.Condition(threading.RLock())
@@ -90,6 +94,10 @@ class Machine:
 
     def _advance(self, stream: FakeStream) -> bool:
         op = stream.ops[0]
+        if self.pace and stream.kernels:
+            if time.monotonic() < self._next_kernel:
+                return False
+            self._next_kernel = time.monotonic() + self.pace
         if not op.started:
             waiting = self.launches[stream.device.index]
             if (self.connections == 1 and waiting[0] is not op) or not op.may_start():
@@ -135,12 +143,12 @@ class Machine:
         with self.changed:
             while not self._stopped:
                 if not self.step():
-                    self.changed.wait(WAIT)
+                    self.changed.wait(self.pace or WAIT)
                 elif self.rng.random() < 0.3:
                     self.changed.wait(0)  # hosts get a word in
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
-        until = time.monotonic() + WAIT
+        until = time.monotonic() + self.wait
         with self.changed:
             while not condition() and self.broken is None:
                 if self._thread is None:

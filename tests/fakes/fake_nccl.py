@@ -8,7 +8,7 @@ threads at once, or of different threads, are an error. A communicator exists wh
 
 import threading
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -42,23 +42,26 @@ class Fabric:
     order: dict = field(default_factory=lambda: defaultdict(list))
     """By device, what was issued and has not ended."""
 
-    def end(self, rank: int, device: FakeDevice) -> "FakeNccl":
-        return FakeNccl(self, rank, device)
+    issuing: dict = field(default_factory=lambda: defaultdict(threading.Lock))
+    threads: dict = field(default_factory=dict)
+    """By device: held inside a call, and the thread that calls."""
+
+    def end(self, rank: int, device: FakeDevice, *, name: Hashable = None) -> "FakeNccl":
+        """name: sets its communicators apart from those of other pipelines, whose ranks have the same numbers."""
+        return FakeNccl(self, rank, device, name)
 
 
 class FakeNccl:
     """One rank's end."""
 
-    def __init__(self, fabric: Fabric, rank: int, device: FakeDevice):
-        self.fabric, self.rank, self.device = fabric, rank, device
+    def __init__(self, fabric: Fabric, rank: int, device: FakeDevice, name: Hashable = None):
+        self.fabric, self.rank, self.device, self.name = fabric, rank, device, name
         self.aborted = False
         self.issued: list[str] = []
-        self._issuing = threading.Lock()
-        self._thread: int | None = None
 
     def connect(self, communicator: Hashable, ranks: tuple[int, ...]) -> None:
         """Blocks until every member has."""
-        machine, members = self.fabric.machine, self.fabric.members[communicator]
+        machine, members = self.fabric.machine, self.fabric.members[self.name, communicator]
         with machine.changed:
             members.add(self.rank)
             machine.changed.notify_all()
@@ -66,14 +69,18 @@ class FakeNccl:
 
     def connected(self, communicator: Hashable, ranks: tuple[int, ...]) -> bool:
         """`connect` for hosts of one thread: begins, and says whether it is over."""
-        self.fabric.members[communicator].add(self.rank)
-        return self.fabric.members[communicator] >= set(ranks)
+        self.fabric.members[self.name, communicator].add(self.rank)
+        return self.fabric.members[self.name, communicator] >= set(ranks)
 
     def send(self, communicator: Hashable, memory: FakeMemory, peer: int, stream: FakeStream) -> None:
         self._issue("send", communicator, (self.rank, peer), memory, peer, stream)
 
     def recv(self, communicator: Hashable, memory: FakeMemory, peer: int, stream: FakeStream) -> None:
         self._issue("recv", communicator, (peer, self.rank), memory, peer, stream)
+
+    def finish(self, communicator: Hashable, stream: FakeStream) -> Callable[[], None]:
+        event = self.device.record(stream)
+        return lambda: self.device.synchronize(event)
 
     def all_reduce(self, communicator: Hashable, peer: int, stream: FakeStream) -> None:
         """Of two ranks, without data: who takes part is all that matters here."""
@@ -84,18 +91,18 @@ class FakeNccl:
         self.fabric.machine.break_down("NCCL was aborted")
 
     def _issue(self, what: str, communicator, pair, memory, peer: int, stream: FakeStream) -> None:
-        assert self._issuing.acquire(blocking=False), "two threads call NCCL at once"
+        issuing = self.fabric.issuing[self.device.index]
+        assert issuing.acquire(blocking=False), "two threads call NCCL at once"
         try:
             here = threading.get_ident()
-            assert self._thread in (None, here), "NCCL is called from two threads"
-            self._thread = here
+            assert self.fabric.threads.setdefault(self.device.index, here) == here, "NCCL is called from two threads"
             assert not self.aborted, "NCCL was aborted"
-            if not self.fabric.members[communicator] >= {self.rank, peer}:
+            if not self.fabric.members[self.name, communicator] >= {self.rank, peer}:
                 raise Deadlock(f"rank {self.rank} uses {communicator} before rank {peer} has connected: its host waits inside the call")
             self.issued.append(f"{what} {communicator}")
-            self._queue(Transfer(f"{what} {communicator}", communicator, peer, memory), what, (communicator, *pair), stream)
+            self._queue(Transfer(f"{what} {communicator}", communicator, peer, memory), what, (self.name, communicator, *pair), stream)
         finally:
-            self._issuing.release()
+            issuing.release()
 
     def _queue(self, transfer: Transfer, what: str, key: tuple, stream: FakeStream) -> None:
         fabric, order = self.fabric, self.fabric.order[self.device.index]
