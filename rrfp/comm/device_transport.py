@@ -32,7 +32,7 @@ class DeviceTransport:
     def __init__(self, inner: Transport, device: Device, *, rank: int, edges: Iterable[Edge]):
         self._inner, self._device, self._rank = inner, device, rank
         self._edges = frozenset(edges)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a tensor that goes inside the lock gives its buffer back there
         make = DeviceSlots(device, share=False).make
         self._pools = {edge: Pool(0, memory=True, make=make) for edge in self._edges}
         self._call = -1

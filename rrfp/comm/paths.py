@@ -20,8 +20,6 @@ from rrfp.comm.transport import Transport
 from rrfp.comm.zmq_transport import ZmqTransport
 from rrfp.errors import ConfigurationError
 
-CHOICES = ("auto", "ipc", "nccl", "host")
-"""The values of --rrfp-transport."""
 NONCE_BYTES = 64
 
 

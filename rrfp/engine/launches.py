@@ -34,7 +34,7 @@ class Launches:
     def __init__(self, device: Device, *, run_ahead: int, fail: Callable[[str, str, str], None],
                  clock: Callable[[], float] = time.monotonic):
         self.capacity = 1 + run_ahead
-        self._device, self._clock = device, clock
+        self.device, self._clock = device, clock
         self._worker = Worker(device, name="rrfp-completions", fail=fail)
         self._worker.start()
         self._anchor: tuple[Event, float] | None = None
@@ -43,17 +43,17 @@ class Launches:
 
     def begin(self) -> None:
         """A call starts: relate the device's clock to the host's anew."""
-        event = self._device.record(self._device.compute)
+        event = self.device.record(self.device.compute)
 
         def seen() -> None:
-            self._device.synchronize(event)
+            self.device.synchronize(event)
             self._anchor = event, self._clock()
 
         self._worker.put(seen)
 
     def start(self, kind: str, stage: int) -> Running:
         """The next thing that is queued on the compute stream is an action's."""
-        return Running(self._device.record(self._device.compute), (kind, stage))
+        return Running(self.device.record(self.device.compute), (kind, stage))
 
     def took(self, kind: str, stage: int) -> float:
         """Seconds that such an action took when it completed last, without what it was lengthened by; 0 before the first."""
@@ -61,7 +61,7 @@ class Launches:
 
     def finish(self, running: Running, outputs: Outputs, done: Done, *, lengthen: float = 0.0) -> None:
         """All of the action is queued: call `done` when it has run. lengthen: seconds for which the device stays busy behind it."""
-        device = self._device
+        device = self.device
         computed = end = device.record(device.compute)
         if lengthen > 0:
             device.delay(lengthen, device.compute)

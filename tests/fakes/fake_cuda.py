@@ -192,9 +192,13 @@ class FakeDevice:
         return memory
 
     def memory_of(self, tensor) -> FakeMemory:
+        """The bytes that the tensor has once the compute stream gets here: until then they are poison."""
         import torch
 
-        return tensor.detach().reshape(-1).view(torch.uint8).numpy().view(FakeMemory)
+        memory = np.full(tensor.nbytes, POISON, np.uint8).view(FakeMemory)
+        data = tensor.detach().reshape(-1).view(torch.uint8).numpy().copy()
+        self.machine.queue(self.compute, Op("compute", lambda: np.copyto(memory, data)))
+        return memory
 
     def pinned(self, nbytes: int) -> np.ndarray:
         return np.full(nbytes, POISON, np.uint8).view(PinnedMemory)
