@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import numpy as np
-
 from fake_cuda import Deadlock, FakeDevice, FakeMemory, FakeStream, Machine, Op
 
 
