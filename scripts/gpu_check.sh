@@ -5,14 +5,15 @@
 # Everything else goes to scripts/gpu_check.py (--ranks, --iterations, --out).
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-python=python arguments=()
+python=python gpu="torch.cuda.is_available()" arguments=()
 while [ $# -gt 0 ]; do
     case "$1" in
         --python) python=$2; shift 2 ;;
+        --rehearse) gpu=True; arguments+=("$1"); shift ;;
         *) arguments+=("$1"); shift ;;
     esac
 done
-if ! "$python" -c 'import megatron.core, torch, zmq; raise SystemExit(not torch.cuda.is_available())' 2>/dev/null; then
+if ! "$python" -c 'import megatron.core, torch, zmq; raise SystemExit(not '"$gpu"')' 2>/dev/null; then
     source "$root/scripts/env.sh" || exit 1
     python=python
 fi

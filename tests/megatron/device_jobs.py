@@ -53,7 +53,7 @@ def hasty_on_a_device(*, microbatches):
         done(outputs)
 
     with mock.patch.object(Launches, "finish", finish):
-        return same_on_a_device(microbatches=microbatches, seeds=[0], options={"transport": "host"}, pace=1e-3)
+        return same_on_a_device(microbatches=microbatches, seeds=[0], options={"transport": "host"}, pace=0.03, steps=1)
 
 
 @job
@@ -67,7 +67,8 @@ def waits_on_a_device(*, microbatches, hasty=False):
 
     def counting(name, function):
         def counted(*arguments, **keywords):
-            counts[name] += inside
+            # Megatron's tracker of random states compares those of the CPU's generator.
+            counts[name] += inside and not sys._getframe(1).f_code.co_filename.endswith("tensor_parallel/random.py")
             return function(*arguments, **keywords)
 
         return counted
