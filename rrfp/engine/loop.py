@@ -302,6 +302,7 @@ class Engine:
             self._look_ahead(now)
         clock, inbox = self._clock, self._inbox
         self._executor.launch(task, inputs, lambda outputs, span=None: inbox.put(Completion(action, outputs, clock(), span)))
+        self.recorder.launched()
 
     def _issue(self) -> bool:
         """A transfer of the transport that is due, in its place in the agreed sequence. Whether one was issued."""
