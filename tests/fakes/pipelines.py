@@ -30,15 +30,16 @@ SIZE = 700
 
 
 class KernelExecutor:
-    """Runs actions on a fake device. collective: called inside every action, on the engine's thread; or None."""
+    """Runs actions on a fake device. collective: called inside every action, on the engine's thread; or None. split: gradients come from I."""
 
     padded = 0.0
 
-    def __init__(self, device, launches: Launches, *, release, collective=None, lengthen=lambda action: 0.0):
+    def __init__(self, device, launches: Launches, *, release, collective=None, split=False, lengthen=lambda action: 0.0):
         self.capacity = launches.capacity
         self.wrong: list[str] = []
         self.order: list = []
         self._device, self._launches, self._release, self._collective, self._lengthen = device, launches, release, collective, lengthen
+        self._backward = "I" if split else "B"
         self._kept: dict = {}
 
     def launch(self, task, inputs, done):
@@ -61,7 +62,7 @@ class KernelExecutor:
     def _read(self, action, reads):
         for arrival, memory in reads:
             text = bytes(memory).rstrip(b"\0").decode(errors="replace")
-            source = f"{arrival.edge.source}{'F' if arrival.edge.source < arrival.edge.destination else 'B'}{arrival.microbatch}"
+            source = f"{arrival.edge.source}{'F' if arrival.edge.source < arrival.edge.destination else self._backward}{arrival.microbatch}"
             if text != f"{source} {arrival.edge}":
                 self.wrong.append(f"{action} read {text!r} of {source} over {arrival.edge}")
 
@@ -97,7 +98,8 @@ class Case:
         rng = Random(f"{path}/{seed}")
         lanes = rng.choice((1, 1, 2))
         order = "free" if lanes > 1 else "microbatch"
-        policy = Policy(hint=rng.choice(("announced", "bf", "alt", "fill-alt", "1f1b", "b-first")), limit=rng.choice(("1f1b", "eager", "2p")),
+        split = rng.random() < 0.25
+        policy = Policy(split=split, hint="fill-r" if split else rng.choice(("auto", "announced", "bf", "alt", "fill-alt", "1f1b", "b-first")), limit=rng.choice(("1f1b", "eager", "2p")),
                         order=order, lanes=lanes)
         drawn = {"ranks": rng.choice((2, 3)), "microbatches": rng.randint(1, 7), "connections": rng.choice((1, 8)), "run_ahead": rng.randint(0, 2),
                  "credits": rng.randint(1, 3), "pace": rng.choice((0.0, 0.0, 3e-4)),
@@ -153,10 +155,11 @@ class Run:
         try:
             for forward_only in case.calls:
                 launches.begin()
-                executor = KernelExecutor(device, launches, release=transport.release, collective=collective, lengthen=self.lengthen)
+                executor = KernelExecutor(device, launches, release=transport.release, collective=collective, split=case.policy.split,
+                                          lengthen=self.lengthen)
                 self.executors[member][rank].append(executor)
                 scheduler = case.policy.scheduler(placement, rank, case.microbatches, forward_only=forward_only)
-                engine.run(scheduler, executor, announce=case.policy.announces, forward_only=forward_only, microbatches=case.microbatches)
+                engine.run(scheduler, executor, announce=scheduler.announces, forward_only=forward_only, microbatches=case.microbatches)
         finally:
             launches.close(deadline=WAIT)
             agreement.close()
@@ -166,7 +169,7 @@ class Run:
             for rank, calls in enumerate(ranks):
                 for call, executor in enumerate(calls):
                     assert not executor.wrong, executor.wrong[:3]
-                    assert len(executor.order) == self.case.microbatches * (1 if self.case.calls[call] else 2)
+                    assert len(executor.order) == self.case.microbatches * (1 if self.case.calls[call] else 3 if self.case.policy.split else 2)
                     assert executor.order == self.executors[0][rank][call].order, f"members of stage {rank} differ"
                 assert len(calls) == len(self.case.calls)
         return self
