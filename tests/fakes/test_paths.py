@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import threading
 
 import pytest
 from fake_cuda import FakeDevice, Machine, Op
@@ -12,6 +13,7 @@ from rrfp.comm.cuda_ipc import DeviceBuffer, DeviceMappings
 from rrfp.comm.host_staged import HostStaged
 from rrfp.comm.nccl_transport import NcclTransport
 from rrfp.comm.paths import make_transport, settle
+from rrfp.comm.rendezvous import FileStore
 from rrfp.comm.transport import Departure, Failure, Left, Part
 from rrfp.comm.zmq_transport import ZmqTransport
 from rrfp.errors import ConfigurationError, PipelineError
@@ -230,11 +232,21 @@ def test_settling_is_pure():
 
 
 def test_without_a_device_it_is_the_cpu_transport(tmp_path):
-    from rrfp.comm.rendezvous import FileStore
-
     paths = {EDGE: "host", BACK: "host"}
     made = make_transport(paths, None, rank=0, owner={0: 0, 1: 1}, store=FileStore(tmp_path))
     assert type(made) is ZmqTransport
+
+
+@pytest.mark.parametrize("path", ["host", "nccl"])
+def test_a_rank_that_does_not_come_leaves_no_thread(machine, tmp_path, path):
+    before = set(threading.enumerate())
+    one = machine()
+    made = make_transport({EDGE: path, BACK: path}, FakeDevice(one), rank=0, owner={0: 0, 1: 1}, store=FileStore(tmp_path), interface="127.0.0.1",
+                          nccl=lambda: None)
+    with pytest.raises(PipelineError, match="rank 1 did not come"):
+        made.open(lambda event: None, deadline=0.05)
+    one.stop()
+    assert set(threading.enumerate()) <= before
 
 
 # ------------------------------------------------------------------ memory that is opened
