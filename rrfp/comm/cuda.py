@@ -107,11 +107,6 @@ class CudaDevice:
             raise OSError(f"the memory of the other GPU can't be opened here: {error}") from None
         return CudaMemory(torch.empty(0, dtype=torch.uint8, device=("cuda", self.index)).set_(storage))
 
-    def usage(self) -> tuple[int, int]:
-        free, _ = torch.cuda.mem_get_info(self.index)
-        held = torch.cuda.memory_allocated(self.index)
-        return held, torch.cuda.memory_reserved(self.index) + free
-
 
 def _tensor(data: CudaMemory | np.ndarray) -> torch.Tensor:
     return data.view() if isinstance(data, CudaMemory) else torch.from_numpy(data)

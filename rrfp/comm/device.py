@@ -77,9 +77,6 @@ class Device(Protocol):
     def open(self, handle: bytes) -> Memory:
         """Another process' memory. Raises OSError if it can't be reached."""
 
-    def usage(self) -> tuple[int, int]:
-        """Bytes that tensors hold, and bytes that they could hold at most as things are (with what the allocator and the device have free)."""
-
 
 class Worker:
     """A thread that may block on a device: it does what it is handed, in order.

@@ -169,10 +169,9 @@ class Machine:
 class FakeDevice:
     """One process' use of a GPU. Several processes may use one GPU: same `index`."""
 
-    def __init__(self, machine: Machine, index: int = 0, *, process: object = None, reachable: bool = True, room: int = 1 << 30):
+    def __init__(self, machine: Machine, index: int = 0, *, process: object = None, reachable: bool = True):
         self.machine, self.index, self.process = machine, index, index if process is None else process
-        self.reachable, self.room = reachable, room
-        self.held = 0
+        self.reachable = reachable
         self.waits = 0
         self._threads: set[int] = set()
         self._handle = 0
@@ -273,6 +272,3 @@ class FakeDevice:
         if owner == self.process:
             raise OSError("the handle's own process can't open it")
         return memory
-
-    def usage(self) -> tuple[int, int]:
-        return self.held, self.room

@@ -49,8 +49,7 @@ def device(monkeypatch):
     fake = {
         "current_device": lambda: 0, "current_stream": lambda index: Stream(), "Stream": Stream, "Event": Event,
         "stream": lambda stream: contextlib.nullcontext(), "set_device": lambda index: slept.append(("set", index)), "_sleep": slept.append,
-        "get_device_properties": lambda index: SimpleNamespace(clock_rate=1000), "mem_get_info": lambda index: (100, 200),
-        "memory_allocated": lambda index: 30, "memory_reserved": lambda index: 50,
+        "get_device_properties": lambda index: SimpleNamespace(clock_rate=1000),
     }
     for name, value in fake.items():
         monkeypatch.setattr(torch.cuda, name, value)
@@ -91,7 +90,6 @@ def test_copies_events_times_and_delays(device):
     device.delay(0.5, stream)
     device.enter()
     assert device.said == [500_000, ("set", 0)]
-    assert device.usage() == (30, 150)
 
 
 def test_a_handle_comes_back_as_it_went(device, monkeypatch):

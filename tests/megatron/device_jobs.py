@@ -135,25 +135,3 @@ def breaks_on_a_device(*, microbatches):
             except Exception as error:
                 return str(error).splitlines()[0]
     return None
-
-
-@job
-def headroom_on_a_device(*, microbatches):
-    """What is said of memory when a forward leaves a GiB behind and 2.5 are free."""
-    import io
-    from contextlib import redirect_stderr
-
-    model, optimizer, state = model_for()
-    state.restore()
-    said = io.StringIO()
-    with fake_device(1) as device, redirect_stderr(said):
-        device.room = 5 << 29
-        act = executor.MegatronExecutor._act
-
-        def holding(self, action, tensors):
-            device.held += (1 << 30) * (1 if action.kind == "F" else -1)
-            return act(self, action, tensors)
-
-        with mock.patch.object(executor.MegatronExecutor, "_act", holding):
-            gpt.train(schedule(limit="2p"), model, optimizer, microbatches, steps=1)
-    return [line for line in said.getvalue().splitlines() if "GiB" in line]
