@@ -175,7 +175,7 @@ def stage_messages_through_the_host() -> None:
 
         def wait(self):
             self._work.wait()
-            self._tensor.copy_(self._copy)
+            self._tensor.data.copy_(self._copy)  # it requires a gradient already
 
     class Sent:
         def __init__(self, work, copy):
