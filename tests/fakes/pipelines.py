@@ -87,6 +87,8 @@ class Case:
     policy: Policy = field(default_factory=Policy)
     calls: tuple = (False, False)
     """forward_only of each."""
+    ahead: bool = False
+    """--rrfp-decide-ahead."""
     agreed: bool = True
     """False: every member orders its transfers by itself."""
     pace: float = 0.0
@@ -102,7 +104,7 @@ class Case:
         policy = Policy(split=split, hint="fill-r" if split else rng.choice(("auto", "announced", "bf", "alt", "fill-alt", "1f1b", "b-first")), limit=rng.choice(("1f1b", "eager", "2p")),
                         order=order, lanes=lanes)
         drawn = {"ranks": rng.choice((2, 3)), "microbatches": rng.randint(1, 7), "connections": rng.choice((1, 8)), "run_ahead": rng.randint(0, 2),
-                 "credits": rng.randint(1, 3), "pace": rng.choice((0.0, 0.0, 3e-4)),
+                 "credits": rng.randint(1, 3), "pace": rng.choice((0.0, 0.0, 3e-4)), "ahead": rng.random() < 0.5,
                  "calls": rng.choice(((False, False), (False, True, False)))}
         return cls(path, seed, lanes=lanes, policy=policy, **{**drawn, **fixed})
 
@@ -138,6 +140,7 @@ class Run:
                                        edges=[edge for edge in rig.edges if edge.destination == rank], lanes=case.lanes, deadline=WAIT)
         recorder = self.recorders[member, rank] = Recorder(rank=rank, stages=(rank,), directory=None, debug=True)
         engine = Engine(rank=rank, owner=rig.owner.__getitem__, transport=transport, agreement=agreement, recorder=recorder, timeout=case.wait,
+                        decide_ahead=case.ahead,
                         issuer=transport if isinstance(transport, NcclTransport) else None)
 
         rig.posts[rank] = engine.post

@@ -1,5 +1,6 @@
 """Ranks in threads of this process: real transports over real sockets, payloads on fake GPUs, by any of the three paths."""
 
+import faulthandler
 import queue
 import threading
 import time
@@ -32,8 +33,10 @@ def together(*calls):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(3 * WAIT)
-        assert not thread.is_alive(), "a rank does not end"
+        thread.join(5 * WAIT)  # longer than an engine's patience in its first call: it says more
+        if thread.is_alive():
+            faulthandler.dump_traceback(all_threads=True)
+            raise AssertionError(f"{thread.name} does not end")
     if errors:
         raise errors[0]
     return results
