@@ -55,7 +55,8 @@ def main() -> int:
         print(f"[{name}] {verdict}: {details}", flush=True)
     print_table(table, options, gpus, ranks)
     (options.out / "verdict.json").write_text(json.dumps(
-        {"rehearsal": options.rehearse, "gpus": gpus, "ranks": ranks, "parts": [dict(zip(("part", "verdict", "shows", "details"), row, strict=True)) for row in table]},
+        {"rehearsal": options.rehearse, "gpus": gpus, "ranks": ranks,
+         "parts": [dict(zip(("part", "verdict", "shows", "details"), row, strict=True)) for row in table]},
         indent=1))
     return 0 if all(verdict in ("ok", "not run", "slower") for _, verdict, *_ in table) else 1
 
@@ -78,7 +79,8 @@ def run_part(options, name: str, ranks: int, gpus: int, *, deadline: float) -> t
     for rank in range(ranks):
         environment = os.environ | {
             "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
-            "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"), "OMP_NUM_THREADS": "1"}
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")}
         command = [sys.executable, str(HERE / "gpu_check_rank.py"), name, str(folder), str(store), str(gpus), str(options.iterations)]
         log = open(folder / f"rank{rank}.log", "wb")
         processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True))
@@ -107,7 +109,8 @@ def run_part(options, name: str, ranks: int, gpus: int, *, deadline: float) -> t
 
 def run_agreement(options, ranks: int, *, deadline: float) -> tuple[str, str]:
     """benchmarks/agreement.py, whose last lines are the figures."""
-    command = [sys.executable, str(HERE.parent / "benchmarks/agreement.py"), "--members", str(ranks), "--decisions", "20" if options.rehearse else "100"]
+    command = [sys.executable, str(HERE.parent / "benchmarks/agreement.py"), "--members", str(ranks)]
+    command += ["--decisions", "20" if options.rehearse else "100"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=deadline, check=True)
     except (subprocess.SubprocessError, OSError) as error:

@@ -34,8 +34,8 @@ def build(*, seed: int, large: bool = False):
 def _config(ranks: int) -> TransformerConfig:
     return TransformerConfig(
         num_layers=2 * parallel_state.get_pipeline_model_parallel_world_size(), hidden_size=_size["hidden_size"],
-        num_attention_heads=_size["num_attention_heads"], pipeline_model_parallel_size=ranks, pipeline_dtype=torch.float32, params_dtype=torch.float32,
-        use_cpu_initialization=True, deallocate_pipeline_outputs=True, hidden_dropout=0.1, attention_dropout=0.1, gradient_accumulation_fusion=False,
+        num_attention_heads=_size["num_attention_heads"], pipeline_model_parallel_size=ranks, pipeline_dtype=torch.float32,
+        params_dtype=torch.float32, use_cpu_initialization=True, deallocate_pipeline_outputs=True, hidden_dropout=0.1, attention_dropout=0.1, gradient_accumulation_fusion=False,
         masked_softmax_fusion=False, persist_layer_norm=False, bias_dropout_fusion=False, bias_activation_fusion=False, apply_rope_fusion=False,
         deterministic_mode=False)
 

@@ -141,8 +141,8 @@ def parity(paths=None):
     rows = [[f"{stage}{kind}{m}" for kind in "FB" for m in [0, 5, 4, 3, 2, 1]] for stage in range(RANKS)]
     rrfp.register_hint("reversed", lambda context: rows)
     state.restore()
-    got = gpt.train(schedule(hint="reversed", order="free", mode="strict", limit="6", transport=(paths or PATHS)[0]), model, optimizer, microbatches=6,
-                    steps=1)
+    other = schedule(hint="reversed", order="free", mode="strict", limit="6", transport=(paths or PATHS)[0])
+    got = gpt.train(other, model, optimizer, microbatches=6, steps=1)
     runtimes.close_all()
     if not gpt.any_rank(gpt.difference(expected[0], got[0]) is not None):
         return "FAILED", "another order gives the same bits: this comparison sees nothing"

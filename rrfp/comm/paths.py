@@ -118,8 +118,8 @@ def make_transport(
         stages = max(owner) + 1
         words = {word for edge in own for word in (answering(edge, stages), Edge(edge.source + stages, edge.destination + stages))}
         everyone = {**owner, **{stage + stages: other for stage, other in owner.items()}}
-        inner = ZmqTransport(rank=rank, owner=everyone, device=device, edges_in=incoming + [word for word in words if everyone[word.destination] == rank],
-                             edges_out=outgoing + [word for word in words if everyone[word.source] == rank], **options)
+        words_in, words_out = ([word for word in words if everyone[word[end]] == rank] for end in (1, 0))
+        inner = ZmqTransport(rank=rank, owner=everyone, device=device, edges_in=incoming + words_in, edges_out=outgoing + words_out, **options)
         peers = {edge: owner[edge.source] if edge in incoming else owner[edge.destination] for edge in own}
         order = [(edge, (owner[edge.source], owner[edge.destination])) for edge in sorted(paths)]
         return NcclTransport(inner, device, rank=rank, edges=own, stages=stages, peers=peers, order=order, nccl=nccl(), leads=leads)

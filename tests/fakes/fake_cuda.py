@@ -57,6 +57,7 @@ class Op:
 class FakeStream:
     def __init__(self, device, name: str):
         self.device, self.name, self.kernels = device, name, name.endswith("compute")
+        self.next_kernel = 0.0
         self.ops: deque[Op] = deque()
 
 
@@ -65,7 +66,6 @@ class Machine:
 
     def __init__(self, *, seed: int = 0, connections: int = 8, wait: float = WAIT, pace: float = 0.0):
         self.wait, self.pace = wait, pace
-        self._next_kernel = 0.0
         self.rng = random.Random(seed)
         self.connections = connections
         self.changed = threading.Condition(threading.RLock())
@@ -95,9 +95,9 @@ class Machine:
     def _advance(self, stream: FakeStream) -> bool:
         op = stream.ops[0]
         if self.pace and stream.kernels:
-            if time.monotonic() < self._next_kernel:
+            if time.monotonic() < stream.next_kernel:
                 return False
-            self._next_kernel = time.monotonic() + self.pace
+            stream.next_kernel = time.monotonic() + self.pace
         if not op.started:
             waiting = self.launches[stream.device.index]
             if (self.connections == 1 and waiting[0] is not op) or not op.may_start():

@@ -101,10 +101,10 @@ class Case:
         lanes = rng.choice((1, 1, 2))
         order = "free" if lanes > 1 else "microbatch"
         split = rng.random() < 0.25
-        policy = Policy(split=split, hint="fill-r" if split else rng.choice(("auto", "announced", "bf", "alt", "fill-alt", "1f1b", "b-first")), limit=rng.choice(("1f1b", "eager", "2p")),
-                        order=order, lanes=lanes)
+        hint = "fill-r" if split else rng.choice(("auto", "announced", "bf", "alt", "fill-alt", "1f1b", "b-first"))
+        policy = Policy(split=split, hint=hint, limit=rng.choice(("1f1b", "eager", "2p")), order=order, lanes=lanes)
         drawn = {"ranks": rng.choice((2, 3)), "microbatches": rng.randint(1, 7), "connections": rng.choice((1, 8)), "run_ahead": rng.randint(0, 2),
-                 "credits": rng.randint(1, 3), "pace": rng.choice((0.0, 0.0, 3e-4)), "ahead": rng.random() < 0.5,
+                 "credits": rng.randint(1, 3), "pace": rng.choice((0.0, 0.0, 1e-4)), "ahead": rng.random() < 0.5,
                  "calls": rng.choice(((False, False), (False, True, False)))}
         return cls(path, seed, lanes=lanes, policy=policy, **{**drawn, **fixed})
 
@@ -136,8 +136,8 @@ class Run:
         device.enter()
         agreement = Solo()
         if case.members > 1:
-            agreement = open_agreement("auto", domain=Domain(tuple(range(case.members))), rank=member, store=FileStore(self.directory / f"domain{rank}"),
-                                       edges=[edge for edge in rig.edges if edge.destination == rank], lanes=case.lanes, deadline=WAIT)
+            agreement = open_agreement("auto", domain=Domain(tuple(range(case.members))), rank=member,
+                                       store=FileStore(self.directory / f"domain{rank}"), edges=[edge for edge in rig.edges if edge.destination == rank], lanes=case.lanes, deadline=WAIT)
         recorder = self.recorders[member, rank] = Recorder(rank=rank, stages=(rank,), directory=None, debug=True)
         engine = Engine(rank=rank, owner=rig.owner.__getitem__, transport=transport, agreement=agreement, recorder=recorder, timeout=case.wait,
                         decide_ahead=case.ahead,

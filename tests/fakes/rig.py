@@ -115,7 +115,7 @@ class Rig:
             try:
                 event = self.boxes[rank].get(timeout=0.002)
             except queue.Empty:
-                assert time.monotonic() < until, f"rank {rank} heard nothing: {self[rank].state()}; {self.machine.stuck()}; {[getattr(t, '_order', None) for t in self.transports]}"
+                assert time.monotonic() < until, f"rank {rank} heard nothing: {self[rank].state()}; {self.machine.stuck()}"
                 continue
             if isinstance(event, kind):
                 return event
