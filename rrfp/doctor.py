@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import zmq
 
-from rrfp import __version__
+from rrfp import __version__, doctor_gpu
 from rrfp.action import Edge, parse_edge
 from rrfp.comm import rendezvous
 from rrfp.comm.mailbox import Mailbox
@@ -82,7 +82,8 @@ def inspect(interface: str | None) -> tuple[list[tuple[str, str]], list[str]]:
     lines = [("rrfp", __version__), ("python", f"{platform.python_version()} ({sys.executable})")]
     lines += [("numpy", np.__version__), ("pyzmq", f"{zmq.__version__} (libzmq {zmq.zmq_version()})")]
     lines += torch_lines(missing) + megatron_lines(missing)
-    lines += [("transformer engine", transformer_engine()), ("NVIDIA Apex extensions", apex()), ("matplotlib", matplotlib())]
+    lines += [("transformer engine", transformer_engine()), ("NVIDIA Apex extensions", apex()),
+              ("gradient fusion", doctor_gpu.fusion(find, find("transformer_engine") is not None)), ("matplotlib", matplotlib())]
     return lines + transport_lines(interface, missing), missing
 
 
@@ -94,10 +95,10 @@ def torch_lines(missing: list[str]) -> list[tuple[str, str]]:
         return [("torch", "missing")]
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
-        device = f"{count} x {torch.cuda.get_device_name(0)}; messages between stages pass through host memory"
+        device = f"{count} x {torch.cuda.get_device_name(0)}"
     else:
         device = "CPU only (torch.cuda.is_available() says so): train with `python -m rrfp --cpu SCRIPT` or rrfp.install(cpu=True)"
-    return [("torch", torch.__version__), ("device", device)]
+    return [("torch", torch.__version__), ("device", device), *doctor_gpu.gpu_lines(torch)]
 
 
 def megatron_lines(missing: list[str]) -> list[tuple[str, str]]:
@@ -127,13 +128,12 @@ def megatron_version(folder: str) -> str:
 
 
 def transformer_engine() -> str:
-    if find("transformer_engine") is None:
-        return "not installed: train with --transformer-impl local"
-    return next((v for name in ("transformer-engine", "transformer-engine-torch") if (v := version(name))), "installed")
+    found = next((v for name in ("transformer-engine", "transformer-engine-torch") if (v := version(name))), None)
+    return doctor_gpu.transformer_engine(find("transformer_engine") is not None, found)
 
 
 def apex() -> str:
-    extensions = [name for name in ("amp_C", "fused_layer_norm_cuda") if find(name)]
+    extensions = [name for name in ("amp_C", "fused_layer_norm_cuda", doctor_gpu.FUSED) if find(name)]
     if extensions:
         return ", ".join(extensions)
     folder = find("apex")

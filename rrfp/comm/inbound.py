@@ -1,6 +1,6 @@
 """One incoming edge: which slots are granted, what may come next in each lane, and what a frame must satisfy. No sockets here."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,9 +44,12 @@ class Inlet:
     does, at most `credits` messages wait here, of at most `limit` bytes.
     """
 
-    def __init__(self, edge: Edge, peer: int, *, lanes: int, credits: int, slot_bytes: int, limit: int, shared: bool):
+    def __init__(
+        self, edge: Edge, peer: int, *, lanes: int, credits: int, slot_bytes: int, limit: int, shared: bool,
+        make: Callable[[int, int], Buffer] = Buffer,
+    ):
         self.edge, self.peer, self.lanes, self.credits, self.limit, self.shared = edge, peer, lanes, credits, limit, shared
-        self.pool = Pool(slot_bytes, memory=shared)
+        self.pool = Pool(slot_bytes, memory=shared, make=make)
         self.granted: dict[int, Buffer] = {}
         self.received = [0] * lanes
         self.announced: set[tuple[int, int]] = set()

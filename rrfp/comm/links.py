@@ -6,7 +6,7 @@ neighbours need (a rank whose neighbours all share its host opens no network por
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import zmq
@@ -15,8 +15,10 @@ from rrfp.action import Edge
 from rrfp.comm import rendezvous
 from rrfp.comm.authentication import Keys
 from rrfp.comm.connections import Connections
+from rrfp.comm.cuda_ipc import DeviceMappings, DeviceSlots
+from rrfp.comm.device import Device
 from rrfp.comm.inbound import Inlet
-from rrfp.comm.memory import Mappings
+from rrfp.comm.memory import Buffer, Mappings
 from rrfp.comm.outbound import Outlet
 from rrfp.errors import ConfigurationError, PipelineError
 
@@ -40,6 +42,8 @@ class Settings:
     heartbeat_s: float
     namespace: str
     host: str
+    device: Device | None = None
+    device_edges: frozenset[Edge] = frozenset()
 
     def __post_init__(self):
         if self.credits < 1 or self.lanes < 1:
@@ -51,6 +55,7 @@ class Settings:
                         f"edge {edge} runs from rank {self.owner[edge[0]]} to rank {self.owner[edge[1]]}: "
                         f"it does not {'enter' if near else 'leave'} rank {self.rank}"
                     )
+        assert self.device is not None or not self.device_edges
 
     @property
     def neighbours(self) -> set[int]:
@@ -101,6 +106,8 @@ class Links:
     lanes: list[tuple[zmq.Socket, Inlet, int]] = field(default_factory=list)
     control: dict[int, zmq.Socket] = field(default_factory=dict)
     monitors: list[tuple[zmq.Socket, Peer]] = field(default_factory=list)
+    enter: Callable[[], None] = lambda: None
+    """What every thread does first: it may touch a device."""
 
     def close(self) -> None:
         """No thread may use any of it any more. Returns within about half a second."""
@@ -121,7 +128,7 @@ class Links:
 
 def open_links(settings: Settings, *, until: float) -> Links:
     """Raises PipelineError that names who is missing at `until` (time.monotonic()), ConfigurationError if two ranks disagree."""
-    links = Links()
+    links = Links() if settings.device is None else Links(enter=settings.device.enter)
     try:
         mine = {
             "host": settings.host, "pid": os.getpid(), "started": rendezvous.started_at(os.getpid()),
@@ -189,6 +196,7 @@ def _listen(settings: Settings, links: Links) -> dict[str, str]:
             slot_bytes=settings.slot_bytes,
             limit=settings.max_message_bytes,
             shared=peer.shared,
+            make=DeviceSlots(settings.device).make if edge in settings.device_edges else Buffer,
         )
         for lane in range(settings.lanes):
             domain = f"{edge}/{lane}"
@@ -211,5 +219,8 @@ def _connect(settings: Settings, links: Links, peer: Peer, endpoints: dict[str, 
         sockets = [connections.push(connections.data) for _ in range(settings.lanes)]
         for lane, socket in enumerate(sockets):
             connections.connect(socket, endpoints[f"{edge}/{lane}"], peer.key)
-        mappings = Mappings(peer.pid) if peer.shared else None
+        if edge in settings.device_edges:
+            mappings = DeviceMappings(settings.device)
+        else:
+            mappings = Mappings(peer.pid) if peer.shared else None
         links.outlets[edge] = Outlet(edge, peer.rank, sockets, mappings, most_credits=settings.credits)

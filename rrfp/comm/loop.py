@@ -11,10 +11,14 @@ import zmq
 
 
 class Loop:
-    """Handlers run on the loop's thread. An exception in one is handed to `fail(where, text, traceback)`; the loop goes on."""
+    """Handlers run on the loop's thread. An exception in one is handed to `fail(where, text, traceback)`; the loop goes on.
 
-    def __init__(self, *, name: str, interval: float, tick: Callable[[], None], fail: Callable[[str, str, str], None]):
-        self._interval, self._tick, self._fail = interval, tick, fail
+    enter: what the thread does first.
+    """
+
+    def __init__(self, *, name: str, interval: float, tick: Callable[[], None], fail: Callable[[str, str, str], None],
+                 enter: Callable[[], None] = lambda: None):
+        self._interval, self._tick, self._fail, self._enter = interval, tick, fail, enter
         self._poller = zmq.Poller()
         self._handlers: dict = {}
         self._stopping = False
@@ -48,6 +52,7 @@ class Loop:
     def _run(self) -> None:
         due = time.monotonic() + self._interval
         try:
+            self._enter()
             while not self._stopping:
                 wait = max(0, math.ceil(1000 * (due - time.monotonic())))
                 for source, _ in self._poller.poll(wait):

@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 import secrets
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -39,6 +40,8 @@ class Grant(NamedTuple):
     size: int = 0
     fd: int = -1
     nonce: bytes = bytes(NONCE_BYTES)
+    handle: bytes = b""
+    """Of memory on a GPU (`rrfp.comm.cuda_ipc`)."""
 
 
 def round_up(nbytes: int) -> int:
@@ -51,6 +54,9 @@ class Buffer:
     """One slot of an incoming edge. `size` bytes follow the nonce; a slot of size 0 has no memory at all."""
 
     __slots__ = ("slot", "size", "fd", "nonce", "_view")
+
+    busy = False
+    """Whether a device may still read it, though nobody here does."""
 
     def __init__(self, slot: int, size: int):
         self.slot, self.size, self.fd, self._view = slot, size, -1, None
@@ -79,6 +85,9 @@ class Buffer:
                 raise PipelineError(_no_memory(self.size, error)) from error
         return self._view[start : start + nbytes]
 
+    def given_back(self) -> None:
+        """Nobody here reads it any more."""
+
     def close(self) -> None:
         """Lets go of the memory; views that are still held keep it alive."""
         self._view = None
@@ -96,10 +105,13 @@ def _no_memory(size: int, error: OSError) -> str:
 
 
 class Pool:
-    """The buffers of one incoming edge: taken for a credit, given back on release, reused. Not thread-safe: its owner locks."""
+    """The buffers of one incoming edge: taken for a credit, given back on release, reused. Not thread-safe: its owner locks.
 
-    def __init__(self, size: int, *, memory: bool):
-        self._size, self._memory = size, memory
+    make: what makes a buffer, from its slot and size.
+    """
+
+    def __init__(self, size: int, *, memory: bool, make: Callable[[int, int], Buffer] = Buffer):
+        self._size, self._memory, self._make = size, memory, make
         self._free: list[Buffer] = []
         self._all: dict[int, Buffer] = {}
         self._next = 1
@@ -115,18 +127,21 @@ class Pool:
     def take(self, nbytes: int = 0) -> Buffer:
         """A free buffer of the usual size, which never shrinks; smaller ones are dropped on the way."""
         self._size = max(self._size, round_up(nbytes))
-        while self._free:
-            buffer = self._free.pop()  # last in, first out: its pages are warm
+        for index in reversed(range(len(self._free))):  # last in, first out: its pages are warm
+            if self._free[index].busy:
+                continue
+            buffer = self._free.pop(index)
             if buffer.size >= self._size or not self._memory:
                 return buffer
             self.drop(buffer)
-        buffer = Buffer(self._next, self._size if self._memory else 0)
+        buffer = self._make(self._next, self._size if self._memory else 0)
         self._all[buffer.slot] = buffer
         self._next += 1
         return buffer
 
     def give(self, buffer: Buffer) -> None:
         if buffer.slot in self._all:  # not after close
+            buffer.given_back()
             self._free.append(buffer)
 
     def drop(self, buffer: Buffer) -> None:

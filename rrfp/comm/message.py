@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from typing import NamedTuple
 
+import numpy as np
+
 from rrfp.action import Edge
 from rrfp.comm.transport import Failure, Part, Payload
 
@@ -24,6 +26,7 @@ MAX_TEXT = 64 << 10  # bytes of an ABORT's traceback
 MAX_LINE = 4 << 10  # bytes of each of its other texts
 MAX_CONTROL = 128 << 10  # bytes of a control frame: an ABORT is the longest
 MAX_FRAME = 1 << 20  # bytes of a frame of payload
+MAX_HANDLE = 1 << 10  # bytes by which a GPU's memory is opened in another process
 
 _HEADER = struct.Struct("<4sBBHHHIIIQQQQI")  # in the order above
 _PAD = bytes(64 - _HEADER.size)
@@ -136,7 +139,7 @@ def check_payload(payload: Payload) -> int:
             raise ValueError(f"a tensor of {len(shape)} dimensions: {MAX_DIMENSIONS} at most")
         if data is None:
             continue
-        if data.dtype != "uint8" or data.ndim != 1 or not data.flags.c_contiguous:
+        if isinstance(data, np.ndarray) and (data.dtype != "uint8" or data.ndim != 1 or not data.flags.c_contiguous):
             raise ValueError(f"a part's data is 1-D contiguous uint8, got {data.ndim}-D {data.dtype}")
         if data.nbytes != math.prod(shape) * ITEMSIZE[dtype]:
             raise ValueError(f"{dtype} of shape {tuple(shape)} has {math.prod(shape) * ITEMSIZE[dtype]} bytes, got {data.nbytes}")
@@ -197,14 +200,17 @@ def frame_sizes(sizes: Iterable[int]) -> list[int]:
     return [min(MAX_FRAME, size - start) for size in sizes for start in range(0, size, MAX_FRAME)]
 
 
-def encode_credit(fd: int, nonce: bytes) -> bytes:
-    return _CREDIT.pack(fd, nonce)
+def encode_credit(fd: int, nonce: bytes, handle: bytes = b"") -> bytes:
+    """handle: of a slot in a GPU's memory."""
+    return _CREDIT.pack(fd, nonce) + handle
 
 
-def decode_credit(body) -> tuple[int, bytes]:
-    if len(body) != _CREDIT.size:
+def decode_credit(body) -> tuple[int, bytes, bytes]:
+    if len(body) < _CREDIT.size:
         raise Malformed(f"a credit's body has {_CREDIT.size} bytes, got {len(body)}")
-    return _CREDIT.unpack(body)
+    if len(body) > _CREDIT.size + MAX_HANDLE:
+        raise Malformed(f"a credit's handle has {MAX_HANDLE} bytes at most, got {len(body) - _CREDIT.size}")
+    return *_CREDIT.unpack_from(body), bytes(body[_CREDIT.size :])
 
 
 def encode_duration(seconds: float) -> bytes:

@@ -69,7 +69,7 @@ class Outlet:
 
 class Sender:
     """The send thread. `need(outlet, slot, nbytes)` asks for a bigger slot; `fail(where, text, traceback)` reports an error;
-    `left(call, edge)` tells of a message that has left, if its job says so.
+    `left(call, edge)` tells of a message that has left, if its job says so; `enter` is what the thread does first.
     """
 
     def __init__(
@@ -81,8 +81,9 @@ class Sender:
         fail: Callable[[str, str, str], None],
         name: str,
         left: Callable[[int, Edge], None] = lambda call, edge: None,
+        enter: Callable[[], None] = lambda: None,
     ):
-        self._outlets, self._delay, self._need, self._fail, self._tell_left = outlets, delay, need, fail, left
+        self._outlets, self._delay, self._need, self._fail, self._tell_left, self._enter = outlets, delay, need, fail, left, enter
         self._queue = Mailbox()
         self._flights: list = []  # heap of (due, order, outlet, job, grant): emulated delays only
         self._order = itertools.count()
@@ -128,6 +129,7 @@ class Sender:
 
     def _run(self) -> None:
         try:
+            self._enter()
             while True:
                 timeout = max(0.0, self._flights[0][0] - time.monotonic()) if self._flights else None
                 try:

@@ -10,7 +10,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from rrfp.action import Edge
+from rrfp.action import Action, Edge
+from rrfp.comm.device import Memory
 
 
 class Part(NamedTuple):
@@ -18,12 +19,13 @@ class Part(NamedTuple):
 
     dtype: torch's name without the prefix ("float32", "bfloat16", ...).
     shape: the tensor's shape.
-    data: contiguous 1-D uint8 array, prod(shape) x itemsize bytes long. None stands for a gradient that does not exist.
+    data: contiguous 1-D uint8 array, or memory of a GPU (`rrfp.comm.device.Memory`), prod(shape) x itemsize bytes long. None stands
+        for a gradient that does not exist.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    data: np.ndarray | None
+    data: "np.ndarray | Memory | None"
 
 
 Payload = tuple[Part, ...]
@@ -83,7 +85,28 @@ class Left(NamedTuple):
     edge: Edge
 
 
-Event = Arrival | Announcement | Failure | Departure | Left
+class Issue(NamedTuple):
+    """Something may be issued now: ask the `Issuer`."""
+
+
+Event = Arrival | Announcement | Failure | Departure | Left | Issue
+
+
+class Issuer(Protocol):
+    """What of a transport must happen on the engine's thread, between two actions, in an order that the domain agrees on."""
+
+    def due(self) -> Action | None:
+        """Leader: what is to be issued next, as an action of kind `SEND>2` or `RECV>2` (the edge's destination) at the edge's source; None
+        if nothing is, or for a follower."""
+
+    def issue(self, transfer: Action) -> bool:
+        """Issue it. False if this member lacks something for it, which will come."""
+
+    def owes(self) -> bool:
+        """Whether a message of this call has still to be issued."""
+
+    def is_transfer(self, action: Action) -> bool:
+        """Whether an agreed action is one of these."""
 
 
 class Transport(Protocol):

@@ -19,6 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from rrfp.action import Edge
 from rrfp.comm import rendezvous
+from rrfp.comm.device import Device
 from rrfp.comm.inbound import Inlet
 from rrfp.comm.links import Links, Peer, Settings, open_links
 from rrfp.comm.loop import Loop
@@ -67,6 +68,7 @@ class ZmqTransport:
         heartbeat_s: seconds between signs of life.
         namespace: prefix of the keys in the store. Each opening in one store needs its own.
         host: who shares a host; by default the kernel's own answer. Ranks with different values use TCP.
+        device: the GPU that payloads of `device_edges` stay on, from sender to receiver. These edges are inside a host.
         told_of: ranks besides those of `owner` whose failures may be told here: with domains of several ranks, the job's.
 
     Raises:
@@ -92,10 +94,12 @@ class ZmqTransport:
         namespace: str = "rrfp",
         host: str | None = None,
         told_of: Iterable[int] = (),
+        device: Device | None = None,
+        device_edges: Iterable[Edge] = (),
     ):
         self._settings = Settings(
             rank, tuple(edges_in), tuple(edges_out), owner, store, credits, lanes, interface, slot_bytes, max_message_bytes,
-            heartbeat_s, namespace, host or rendezvous.host_identity(),
+            heartbeat_s, namespace, host or rendezvous.host_identity(), device, frozenset(device_edges),
         )  # fmt: skip
         self._rank, self._limit, self._delay = rank, max_message_bytes, delay
         self._told_of = {*owner.values(), *told_of}
@@ -127,7 +131,7 @@ class ZmqTransport:
         links = self._links = open_links(self._settings, until=until)
         name = f"rrfp-rank{self._rank}"
         loop = self._loop = Loop(
-            name=f"{name}-receive", interval=self._settings.heartbeat_s, tick=self._tick, fail=self._fail_here
+            name=f"{name}-receive", interval=self._settings.heartbeat_s, tick=self._tick, fail=self._fail_here, enter=links.enter
         )
         for socket in links.authenticators:
             loop.add(socket, lambda socket=socket: socket.send_multipart(links.keys.answer(socket.recv_multipart())))
@@ -141,7 +145,7 @@ class ZmqTransport:
                 loop.add(peer.descriptor, lambda peer=peer: self._on_death(peer))
         self._sender = Sender(
             list(links.outlets.values()), delay=self._delay, need=self._need, fail=self._fail_here, name=f"{name}-send",
-            left=lambda call, edge: self._post(Left(call, edge)),
+            left=lambda call, edge: self._post(Left(call, edge)), enter=links.enter,
         )  # fmt: skip
         loop.start()
         self._sender.start()
@@ -300,7 +304,7 @@ class ZmqTransport:
     def _credit(self, inlet: Inlet, buffer: Buffer) -> None:
         grant = buffer.grant()
         header = Header(Kind.CREDIT, edge=inlet.edge, slot=grant.slot, nbytes=grant.size)
-        self._tell(inlet.peer, header, encode_credit(grant.fd, grant.nonce))
+        self._tell(inlet.peer, header, encode_credit(grant.fd, grant.nonce, grant.handle))
 
     def _need(self, outlet: Outlet, slot: int, nbytes: int) -> None:
         self._tell(outlet.peer, Header(Kind.NEED, edge=outlet.edge, slot=slot, nbytes=nbytes))
@@ -371,10 +375,10 @@ class ZmqTransport:
                     peer.hello = True
                     self._changed.notify_all()
             case Kind.CREDIT:
-                fd, nonce = decode_credit(body)
+                fd, nonce, handle = decode_credit(body)
                 outlet = self._end(self._links.outlets, header, peer)
                 outlet.grant()
-                self._sender.put(outlet, Grant(header.slot, header.nbytes, fd, nonce))
+                self._sender.put(outlet, Grant(header.slot, header.nbytes, fd, nonce, handle))
             case Kind.NEED:
                 inlet = self._end(self._links.inlets, header, peer)
                 with self._lock:

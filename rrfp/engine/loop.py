@@ -14,8 +14,8 @@ from queue import Empty
 from typing import NamedTuple
 
 from rrfp.action import Action, Edge
-from rrfp.comm.transport import Announcement, Arrival, Departure, Failure, Left, Transport
-from rrfp.engine.executor import Executor, Outputs
+from rrfp.comm.transport import Announcement, Arrival, Departure, Failure, Issuer, Left, Transport
+from rrfp.engine.executor import Executor, Outputs, Span
 from rrfp.engine.failure import FailureLatch
 from rrfp.engine.inbox import Inbox
 from rrfp.engine.view import text_of
@@ -36,6 +36,7 @@ class Completion(NamedTuple):
     action: Action
     outputs: Outputs
     time: float
+    span: Span | None = None
 
 
 class Wake(NamedTuple):
@@ -63,6 +64,7 @@ class Engine:
             fixed order nothing is lost by that, so there it is always done.
         timeout: seconds without progress inside a call after which the call fails (three times that in the first call).
         latch: the process' failure latch.
+        issuer: the transport's own actions, if it has any.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Engine:
         timeout: float,
         decide_ahead: bool = False,
         latch: FailureLatch | None = None,
+        issuer: Issuer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.rank = rank
@@ -95,6 +98,7 @@ class Engine:
         self._owner = owner
         self._agreement = agreement
         self._decide_ahead = decide_ahead
+        self._issuer = issuer
         self._clock = clock
         self._inbox = Inbox()
         if agreement.bell is not None:
@@ -178,13 +182,17 @@ class Engine:
         while True:
             self.latch.raise_if_set()
             self._take_events()
+            if self._issuer is not None and self._issue():
+                continue
             if self.scheduler.finished:
-                return None
+                return None if self._issuer is None or not self._issuer.owes() else self._until(WAIT)
             decision = WAIT
             if len(self._launched) < self._executor.capacity:
                 decision = self.scheduler.choose(self._clock())
                 if self._agreed is None:
                     self._agreed = self._agreement.decide(decision.action)
+                    if self._issuer is not None and self._issue():
+                        continue  # what a follower was told is a transfer
                 if self._agreed is not None and self._may_launch(self._agreed, decision):
                     action, self._agreed = self._agreed, None
                     self._launch(action)
@@ -244,10 +252,15 @@ class Engine:
         action, start, in_flight = self._launched.popleft()
         scheduler = self.scheduler
         # What is launched ahead runs after what was launched before it: spans never overlap.
+        if done.span is None:
+            ended, padded = done.time, self._executor.padded
+        else:
+            ran, ended, padded = done.span
+            start = max(start, ran)  # two clocks never agree to the last microsecond
         start = max(start, self._last_end)
-        end = self._last_end = max(start, done.time)
+        end = self._last_end = max(start, ended)
         scheduler.completed(action, end)
-        self.recorder.action(action, start, end, in_flight, self._executor.padded)
+        self.recorder.action(action, start, end, in_flight, padded)
         for edge in scheduler.task(action).sends:
             # Invariant 3: never blocks; what waits for a credit waits in the transport, and is bounded by the in-flight limit or,
             # in a call that holds no activations, by the bound of messages that have not left.
@@ -263,6 +276,8 @@ class Engine:
     def _may_launch(self, action: Action, decision: Decision) -> bool:
         """A member that follows may be behind: inputs not here yet, or its limits not free yet. They will be; the order stays."""
         scheduler = self.scheduler
+        if self._issuer is not None and self._issuer.is_transfer(action):
+            return False
         return action == decision.action or (
             scheduler.is_ready(action) and scheduler.admits(scheduler.queue(action.stage, action.kind), action))
 
@@ -287,7 +302,21 @@ class Engine:
         if self._ahead:
             self._look_ahead(now)
         clock, inbox = self._clock, self._inbox
-        self._executor.launch(task, inputs, lambda outputs: inbox.put(Completion(action, outputs, clock())))
+        self._executor.launch(task, inputs, lambda outputs, span=None: inbox.put(Completion(action, outputs, clock(), span)))
+        self.recorder.launched()
+
+    def _issue(self) -> bool:
+        """A transfer of the transport that is due, in its place in the agreed sequence. Whether one was issued."""
+        issuer = self._issuer
+        if self._agreed is None:
+            due = issuer.due() if self._agreement.leads else None
+            if due is not None or not self._agreement.leads:
+                self._agreed = self._agreement.decide(due)
+        if self._agreed is None or not issuer.is_transfer(self._agreed) or not issuer.issue(self._agreed):
+            return False
+        self._agreed = None
+        self.last_progress = self._clock()
+        return True
 
     def _look_ahead(self, now: float) -> None:
         """The domain's next action, as far as it can be known before the one that was just launched runs."""

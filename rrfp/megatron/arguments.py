@@ -2,6 +2,7 @@
 
 import argparse
 
+from rrfp.comm.choices import CHOICES
 from rrfp.megatron.options import Options
 from rrfp.tp_coord.agreement import KINDS
 
@@ -44,6 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument("--rrfp-decide-ahead", action="store_true",
                        help="agree on the next action before the running one: no decision takes time, but what becomes ready meanwhile is not "
                        "looked at. Pays where actions take a few milliseconds at most (docs/agreement.md).")
+    group.add_argument("--rrfp-transport", default="auto", choices=list(CHOICES),
+                       help="how what stages send each other gets from GPU to GPU. ipc: the copy engine, inside a host. host: through host "
+                       "memory. auto: ipc where it works, else host. nccl: experimental (docs/gpu.md).")
+    group.add_argument("--rrfp-run-ahead", type=int, default=1, metavar="N",
+                       help="actions queued on the GPU behind the one that runs (default 1): more hide the host's time, fewer decide later.")
     group.add_argument("--rrfp-interface", default=None, metavar="NAME",
                        help="network interface or address for messages between hosts. Default: the one that faces the master.")
     group.add_argument("--rrfp-timeout", type=float, default=None, metavar="SECONDS",
@@ -68,6 +74,7 @@ def options_from(args: argparse.Namespace) -> Options:
         schedule=args.pipeline_schedule, hint=args.rrfp_hint, mode=args.rrfp_mode, limit=args.rrfp_limit, order=args.rrfp_order,
         memory_fraction=args.rrfp_memory_fraction, lanes=args.rrfp_lanes, split_backward=args.rrfp_split_backward,
         max_pending_w=args.rrfp_max_pending_w, agreement=args.rrfp_agreement, decide_ahead=args.rrfp_decide_ahead,
+        transport=args.rrfp_transport, run_ahead=args.rrfp_run_ahead,
         interface=args.rrfp_interface, timeout=timeout,
         trace=args.rrfp_trace, emulate=args.rrfp_emulate, inject=args.rrfp_inject, nvtx=bool(getattr(args, "profile", False)),
     )

@@ -5,15 +5,17 @@ Everything that Megatron ties to "first" and "last" follows what was *executed* 
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel import schedules
 
-from rrfp.action import Action, Edge
-from rrfp.comm.transport import Arrival, Payload
+from rrfp.action import Action
+from rrfp.comm.transport import Arrival
+from rrfp.engine.executor import Done
+from rrfp.engine.launches import Launches
 from rrfp.megatron.gradient_sync import GradientSync
 from rrfp.megatron.memory import Meter
 from rrfp.megatron.microbatches import MicrobatchIterator
@@ -77,7 +79,7 @@ class Saved(NamedTuple):
 
 
 class MegatronExecutor:
-    """One rank of one call. An `Executor` whose actions complete before `launch` returns (on a GPU: after the stream has caught up).
+    """One rank of one call. An `Executor` whose actions complete before `launch` returns; on a GPU, when the device has run them.
 
     Args:
         context: the call.
@@ -85,9 +87,8 @@ class MegatronExecutor:
         padding: lengthens actions on purpose, or None.
         before_forward: called with the microbatch before each forward of the last stage, or None.
         meter: measures what activations hold, or None.
+        launches: the actions of this process' GPU, or None on the CPU.
     """
-
-    capacity = 1
 
     def __init__(
         self,
@@ -97,14 +98,17 @@ class MegatronExecutor:
         padding: Padding | None = None,
         before_forward: Callable[[int], None] | None = None,
         meter: Meter | None = None,
+        launches: Launches | None = None,
     ):
+        self.capacity = 1 if launches is None else launches.capacity
         self.padded = 0.0
         self._context = context
         self._release = release
         self._padding = padding
         self._before_forward = before_forward
         self._meter = meter
-        self._device = torch.device("cuda", torch.cuda.current_device()) if _on_cuda() else torch.device("cpu")
+        self._launches = launches
+        self._device = context.total_num_tokens.device
         self._saved: dict[tuple[int, int], Saved] = {}
         """By (stage, microbatch): of forwards whose backward has not run."""
         self._forwards: Counter[int] = Counter()  # per stage
@@ -113,24 +117,40 @@ class MegatronExecutor:
                                   split=[chunk for chunk, split in enumerate(context.split) if split.has_weights])
 
     # ------------------------------------------------------------------ the Executor protocol
-    def launch(self, task: Task, inputs: tuple[Arrival, ...], done: Callable[[Mapping[Edge, Payload]], None]) -> None:
-        action = task.action
-        self._check(action, inputs)
+    def launch(self, task: Task, inputs: tuple[Arrival, ...], done: Done) -> None:
+        self._check(task.action, inputs)
         if self._meter is not None:
             self._meter.before()
         tensors = [tensor for arrival in inputs for tensor in from_arrival(arrival, release=self._release, device=self._device)]
+        if self._launches is None:
+            self._run(task, tensors, done)
+        else:
+            self._queue(task, tensors, done)
+
+    def _run(self, task: Task, tensors: list[torch.Tensor | None], done: Done) -> None:
         if self._padding is not None:
             self._padding.start()
-        run = {"F": self._forward, "W": self._weights}.get(action.kind, self._backward)
-        result = run(action, tensors)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-        if self._meter is not None:
-            self._meter.after(action.kind, tensors)
+        result = self._act(task.action, tensors)
         if self._padding is not None:
-            self.padded = self._padding.finish(self._context.call, action)
+            self.padded = self._padding.finish(self._context.call, task.action)
         payload = to_payload(result) if task.sends else ()
         done({edge: payload for edge in task.sends})
+
+    def _queue(self, task: Task, tensors: list[torch.Tensor | None], done: Done) -> None:
+        action, launches = task.action, self._launches
+        running = launches.start(action.kind, action.stage)
+        result = self._act(action, tensors)
+        payload = to_payload(result, device=launches.device) if task.sends else ()
+        lengthen = 0.0
+        if self._padding is not None:
+            lengthen = self._padding.on_device(self._context.call, action, launches.took(action.kind, action.stage))
+        launches.finish(running, {edge: payload for edge in task.sends}, done, lengthen=lengthen)
+
+    def _act(self, action: Action, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        result = {"F": self._forward, "W": self._weights}.get(action.kind, self._backward)(action, tensors)
+        if self._meter is not None:
+            self._meter.after(action.kind, tensors)
+        return result
 
     def _check(self, action: Action, inputs: tuple[Arrival, ...]) -> None:
         for arrival in inputs:
@@ -225,10 +245,3 @@ class MegatronExecutor:
         self._saved.clear()
         for chunk in self._context.split:
             chunk.clear()
-
-
-def _on_cuda() -> bool:
-    """Whether tensors really live on a GPU (in CPU mode `torch.cuda` only pretends)."""
-    from rrfp.megatron import cpu
-
-    return not cpu.is_enabled() and torch.cuda.is_available()

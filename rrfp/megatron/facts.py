@@ -10,8 +10,8 @@ from typing import Any
 from rrfp.comm.rendezvous import Fact
 from rrfp.megatron.options import Options
 
-_FLAGS = ("hint", "mode", "limit", "memory_fraction", "order", "lanes", "split_backward", "max_pending_w", "agreement", "decide_ahead", "timeout",
-          "emulate", "inject")
+_FLAGS = ("hint", "mode", "limit", "memory_fraction", "order", "lanes", "split_backward", "max_pending_w", "agreement", "decide_ahead", "transport",
+          "run_ahead", "timeout", "emulate", "inject")
 
 
 def job_facts(options: Options, *, world_size: int, pipeline_size: int) -> dict[str, Fact]:

@@ -147,7 +147,9 @@ def _run(
     if padding is not None:
         padding.begin(context.call, context.num_microbatches)
     executor = MegatronExecutor(context, release=runtime.transport.release, padding=padding,
-                                before_forward=number_results if free else None, meter=meter)
+                                before_forward=number_results if free else None, meter=meter, launches=runtime.launches)
+    if runtime.launches is not None:
+        runtime.launches.begin()
     try:
         runtime.engine.run(scheduler, executor, announce=scheduler.announces, forward_only=context.forward_only,
                            microbatches=context.num_microbatches)

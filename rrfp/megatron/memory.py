@@ -40,7 +40,7 @@ class Device(Protocol):
 class Gpu:
     """torch's caching allocator. What it has reserved counts as taken."""
 
-    received = False
+    received = True  # in buffers that were there before them
 
     def held(self) -> int:
         return torch.cuda.memory_allocated()

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rrfp.comm.choices import CHOICES
 from rrfp.errors import ConfigurationError
 from rrfp.megatron.padding import LEVELS, parse_scenario
 from rrfp.policy import Policy, register_hint
@@ -25,6 +26,8 @@ class Options:
     max_pending_w: how many microbatches of a rank may wait for their W. None: 1 under full recomputation, else no bound but the limit.
     agreement: how ranks whose actions share collectives agree: one of `rrfp.tp_coord.opening.KINDS`.
     decide_ahead: they agree on the next action before the running one; see docs/agreement.md.
+    transport: the way of payloads between GPUs: one of `rrfp.comm.choices.CHOICES` (`rrfp.comm.paths` explains them).
+    run_ahead: actions that are queued on the GPU behind the one that runs.
     interface: network interface or address for messages between hosts; None: the one that faces the master.
     timeout: seconds without progress inside a call (three times that in the first); None: 600 (the command line takes
         Megatron's distributed timeout).
@@ -48,6 +51,8 @@ class Options:
     max_pending_w: int | None = None
     agreement: str = "auto"
     decide_ahead: bool = False
+    transport: str = "auto"
+    run_ahead: int = 1
     interface: str | None = None
     timeout: float | None = None
     trace: str | None = None
@@ -66,6 +71,10 @@ class Options:
                                      "use for example .9")
         if self.agreement not in KINDS:
             raise ConfigurationError(f"--rrfp-agreement {self.agreement}: no such way to agree; choose one of {', '.join(KINDS)}")
+        if self.transport not in CHOICES:
+            raise ConfigurationError(f"--rrfp-transport {self.transport}: no such way; choose one of {', '.join(CHOICES)}")
+        if self.run_ahead < 0:
+            raise ConfigurationError(f"--rrfp-run-ahead {self.run_ahead}: a number of actions, 0 or more; 1 is the default")
         if self.emulate is not None:
             parse_scenario(self.emulate)
         if self.inject is not None and self.inject not in LEVELS:

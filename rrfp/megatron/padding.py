@@ -26,6 +26,12 @@ class Padding(Protocol):
     def finish(self, call: int, action: Action) -> float:
         """It has done its work: sleep what is missing. Returns the seconds slept."""
 
+    def on_device(self, call: int, action: Action, took: float) -> float:
+        """In place of `start` and `finish` where actions run on a GPU: for how many seconds it shall stay busy behind this one.
+
+        took: what such an action took when it completed last; 0 if none has.
+        """
+
     def summary(self) -> str:
         """One line for the end of a run."""
 
@@ -72,6 +78,14 @@ class Emulation:
         time.sleep(missing)
         return missing
 
+    def on_device(self, call: int, action: Action, took: float) -> float:
+        self.actions += 1
+        missing = self._duration[action.kind, action.stage, action.microbatch] - took
+        if missing <= 0:
+            self.overruns += 1
+            self.worst_overrun = max(self.worst_overrun, -missing)
+        return max(0.0, missing)
+
     def delay(self, edge: Edge, microbatch: int) -> float:
         """Seconds by which the message over `edge` is late."""
         return self._delay.get(("F" if edge.source < edge.destination else "B", edge.destination, microbatch), 0.0)
@@ -112,12 +126,15 @@ class Injection:
         self._start = time.monotonic()
 
     def finish(self, call: int, action: Action) -> float:
-        took = time.monotonic() - self._start
+        pause = self.on_device(call, action, time.monotonic() - self._start)
+        if pause:
+            time.sleep(pause)
+        return pause
+
+    def on_device(self, call: int, action: Action, took: float) -> float:
         self.actions += 1
         pause = self._jitter.after(took, random.Random(f"{self.level}/{self._seed}/{call}/{action}"))
-        if pause:
-            self.injected += 1
-            time.sleep(pause)
+        self.injected += pause > 0
         return pause
 
     def summary(self) -> str:

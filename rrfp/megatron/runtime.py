@@ -18,14 +18,16 @@ from pathlib import Path
 import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from rrfp.comm.nccl_transport import NcclTransport
 from rrfp.comm.rendezvous import Fact, compare
 from rrfp.comm.transport import Departure, Failure
-from rrfp.comm.zmq_transport import ZmqTransport
 from rrfp.engine.failure import FailureLatch, came_home, describe
+from rrfp.engine.launches import Launches
 from rrfp.engine.loop import FIRST_CALL, Engine
 from rrfp.engine.watchdog import Watcher
 from rrfp.errors import ConfigurationError, PipelineError
 from rrfp.megatron.chord import Chord
+from rrfp.megatron.device import device_facts, find_device, transport_for
 from rrfp.megatron.domain import NamedAgreement, find_domain, groups_of
 from rrfp.megatron.facts import job_facts
 from rrfp.megatron.failures import FailureReport, name_run
@@ -83,26 +85,23 @@ class Runtime:
         self._departed: set[int] = set()
         self._pid = os.getpid()
         self._closed = False
-        tasks = chain(self.placement, rank, 1).tasks.values()
-        edges_in = sorted({edge for task in tasks for edge in task.arrivals})
         owner = dict(enumerate(self.placement.owners))
-        self.transport = ZmqTransport(
-            rank=rank,
-            edges_in=edges_in,
-            edges_out=sorted({edge for task in tasks for edge in task.sends}),
-            owner=owner,
-            store=store,
-            lanes=options.lanes,
-            interface=options.interface,
-            delay=getattr(self.padding, "delay", None),
-            heartbeat_s=_heartbeat(options),
-        )
+        edges = {edge for each in range(self.placement.ranks) for task in chain(self.placement, each, 1).tasks.values() for edge in task.arrivals}
+        edges_in = sorted(edge for edge in edges if owner[edge.destination] == rank)
         job_rank, until = global_ranks[rank], time.monotonic() + OPEN_DEADLINE
         domain = find_domain(groups, rank=job_rank, stage=rank, store=job_store, until=until)
         agreement = open_agreement(
             options.agreement, domain=domain, rank=job_rank, store=job_store, edges=edges_in, lanes=options.lanes,
             deadline=OPEN_DEADLINE, heartbeat_s=_heartbeat(options), silence_s=SILENCE * (options.timeout or 600.0),
             interface=options.interface)
+        facts = job_facts(options, world_size=torch.distributed.get_world_size(), pipeline_size=len(global_ranks))
+        facts |= device_facts(options, domain, job_rank)
+        compare(store, "facts", "hello", job_rank, global_ranks, facts, until=time.monotonic() + OPEN_DEADLINE)
+        self.device = find_device(options)
+        self.transport = transport_for(
+            options, device=self.device, edges=edges, rank=rank, owner=owner, store=store, leads=agreement.leads,
+            until=time.monotonic() + OPEN_DEADLINE, lanes=options.lanes, interface=options.interface,
+            delay=getattr(self.padding, "delay", None), heartbeat_s=_heartbeat(options))
         self.agreement = NamedAgreement(agreement, rank=rank, name=self.name, member=functools.partial(self._name, rank))
         self.engine = Engine(
             rank=rank,
@@ -113,11 +112,11 @@ class Runtime:
             timeout=options.timeout or 600.0,
             decide_ahead=options.decide_ahead,
             latch=FailureLatch(name=self.name),
+            issuer=self.transport if isinstance(self.transport, NcclTransport) else None,
         )
+        self.launches = None if self.device is None else Launches(self.device, run_ahead=options.run_ahead, fail=self._device_failed)
         _many_descriptors()
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
-        facts = job_facts(options, world_size=torch.distributed.get_world_size(), pipeline_size=len(global_ranks))
-        compare(store, "facts", "hello", global_ranks[rank], global_ranks, facts, until=time.monotonic() + OPEN_DEADLINE)
         self.transport.open(self._post, deadline=OPEN_DEADLINE)
         self.agreement.open(self.engine.wake, self._hear)
         world = torch.distributed.get_world_size()
@@ -191,6 +190,12 @@ class Runtime:
             self._departed.add(event.rank)
         self.engine.post(event)
 
+    def _device_failed(self, where: str, text: str, trace: str) -> None:
+        """From the thread that waits for actions."""
+        failure = Failure(self.rank, where, text, trace)
+        self.engine.post(failure)
+        self.transport.abort(failure)
+
     def _hear(self, failure: Failure) -> None:
         """From the replicas' thread, or the domain's: another pipeline failed, or this one, and the news went round."""
         failure = came_home(failure, {rank: self.name(rank) for rank in range(self.placement.ranks)})
@@ -231,7 +236,7 @@ class Runtime:
             return
         self._closed = True
         self.watcher.close(exiting=exiting)
-        for link in (self.replicas, self._chord, self.transport):
+        for link in (self.replicas, self._chord, self.transport, self.launches):
             try:
                 if link is not None:
                     link.close(deadline=CLOSE_DEADLINE)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from rrfp.comm.device import Device, Memory
 from rrfp.comm.transport import Arrival, Part, Payload
 from rrfp.errors import PipelineError
 
@@ -21,25 +22,26 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.complex64, torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)}
 
 
-def to_payload(tensors: Sequence[torch.Tensor | None]) -> Payload:
-    """The bytes of `tensors`, sharing their memory on a CPU. A missing gradient (None) stays a missing gradient at the other end.
+def to_payload(tensors: Sequence[torch.Tensor | None], *, device: Device | None = None) -> Payload:
+    """The bytes of `tensors`, sharing their memory. A missing gradient (None) stays a missing gradient at the other end.
 
     The storage is kept alive by the payload, so `deallocate_output_tensor` may swap the tensor's data at once.
+
+    device: the GPU that the tensors are on; nothing here waits for it. None: they are on the CPU.
     """
-    return tuple(_part(tensor) for tensor in tensors)
+    return tuple(_part(tensor, device) for tensor in tensors)
 
 
-def _part(tensor: torch.Tensor | None) -> Part:
+def _part(tensor: torch.Tensor | None, device: Device | None) -> Part:
     if tensor is None:
         return Part("float32", (), None)
     flat = tensor.detach().contiguous().reshape(-1)
-    if flat.device.type != "cpu":
-        flat = flat.cpu()
-    return Part(_name(tensor.dtype), tuple(tensor.shape), flat.view(torch.uint8).numpy())
+    data = flat.view(torch.uint8).numpy() if device is None else device.memory_of(flat)
+    return Part(_name(tensor.dtype), tuple(tensor.shape), data)
 
 
 def from_arrival(arrival: Arrival, *, release: Callable[[Arrival], None], device: torch.device) -> list[torch.Tensor | None]:
-    """The tensors of a message, sharing the receive buffer's memory on a CPU.
+    """The tensors of a message, sharing the receive buffer's memory, which is on `device`.
 
     Invariant 5: the buffer goes back to the pool (`release`) when the last tensor over it is gone. Its lifetime is that of the
     memory's users, whoever they are (autograd, a stage that passes its input on, a user's loss function), not a point in the schedule.
@@ -107,9 +109,9 @@ def _tensor(part: Part, device: torch.device) -> torch.Tensor | None:
     if math.prod(part.shape) == 0:
         return torch.empty(part.shape, dtype=dtype, device=device)
     storage = _memory(part.data).untyped_storage()
-    tensor = torch.empty(0, dtype=dtype).set_(storage, 0, part.shape)  # not a view: Megatron frees outputs only if `_base is None`
-    return tensor if device.type == "cpu" else tensor.to(device)
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, part.shape)  # not a view: Megatron frees outputs only if `_base is None`
 
 
-def _memory(data: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(data)
+def _memory(data: np.ndarray | Memory) -> torch.Tensor:
+    """Keeps `data`, this very object, alive as long as its storage has users."""
+    return data.tensor() if hasattr(data, "tensor") else torch.from_numpy(data)

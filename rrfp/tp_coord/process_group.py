@@ -1,5 +1,6 @@
 """Agreement by collectives of torch, for comparison and for clusters where nothing else gets through. The only place here with
-torch.
+torch. The group is the agreement's own and of gloo, on a GPU too: a decision takes no place among the collectives of a device, whose
+order it is there to decide, and nothing spins on a device until the leader has chosen.
 
 *broadcast*: the leader's choice among what has arrived at the leader. A follower may have to wait for the message; it will
 come, since each lane is FIFO in an agreed order. *all-gather*, the RRFP paper's protocol (section 4.2): every member offers its
@@ -133,7 +134,7 @@ class CollectiveChannel:
         for peer in range(self._group.size()):
             if peer != self._me:
                 with suppress(RuntimeError):
-                    self._group.recv([torch.zeros(1)], peer, 1).wait(timedelta(milliseconds=1))
+                    self._group.recv([torch.zeros(1, device="cpu")], peer, 1).wait(timedelta(milliseconds=1))
 
     # ------------------------------------------------------------------ the thread
     def _run(self) -> None:
@@ -220,7 +221,7 @@ class AllGatherChannel(CollectiveChannel):
             record = _STOP if self._ending else _NOTHING
             if self._offer is not None and not self._ending:
                 record = encode(Decision(self._sequence + 1, *self._offer, self._digest))
-        gathered = [torch.empty(RECORD_BYTES, dtype=torch.uint8) for _ in range(self._group.size())]
+        gathered = [torch.empty(RECORD_BYTES, dtype=torch.uint8, device="cpu") for _ in range(self._group.size())]
         self._group.allgather([gathered], [_tensor(record)]).wait()
         records = [tensor.numpy().tobytes() for tensor in gathered]
         if _STOP in records:

@@ -83,6 +83,10 @@ class Recorder:
             _nvtx().range_push(str(action))
             self._ranges += 1
 
+    def launched(self) -> None:
+        """An action's work has been handed to a device: closes its NVTX range, which the host's next one must not lie in."""
+        self._close_ranges()
+
     def action(self, action: Action, start: float, end: float, in_flight: int, padded: float = 0.0) -> None:
         """An action ran. `in_flight`: activations that its stage held while it ran. `padded`: emulated seconds at its end."""
         self._events.append(("action", self._call, action, start, end, in_flight, padded))

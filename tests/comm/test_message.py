@@ -126,7 +126,10 @@ def test_an_abort_that_cannot_be_read(body):
 
 
 def test_bodies_of_the_wrong_length():
-    assert message.decode_credit(message.encode_credit(7, b"n" * 16)) == (7, b"n" * 16)
+    assert message.decode_credit(message.encode_credit(7, b"n" * 16)) == (7, b"n" * 16, b"")
+    assert message.decode_credit(message.encode_credit(-1, bytes(16), b"handle")) == (-1, bytes(16), b"handle")
+    with pytest.raises(Malformed, match="1024 bytes at most, got 1025"):
+        message.decode_credit(message.encode_credit(7, bytes(16), bytes(1025)))
     assert message.decode_duration(message.encode_duration(0.125)) == 0.125
     for decoder in (message.decode_credit, message.decode_duration):
         with pytest.raises(Malformed, match="got 3"):

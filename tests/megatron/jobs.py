@@ -59,6 +59,9 @@ class RandomDelays:
             time.sleep(pause)
         return pause
 
+    def on_device(self, call, action, took):
+        return 0.0
+
     def delay(self, edge, microbatch):
         rng = random.Random(f"{os.environ['RANK']}/{self.seed}/{self._call}/{edge}/{microbatch}")
         return 2 * self.longest * rng.random() if rng.random() < 0.4 else 0.0

@@ -173,6 +173,17 @@ def test_nvtx_ranges_carry_the_notation_and_close(ranges):
     assert ranges.stack == [] and ranges.log == ["1F0", "1B0"]
 
 
+def test_an_action_that_is_launched_ahead_has_a_range_of_its_own(ranges):
+    recorder = Recorder(rank=0, stages=[1], directory=None, nvtx=True)
+    recorder.begin_call(0, microbatches=1, forward_only=False, now=0.0)
+    for action in (Action("F", 1, 0), Action("F", 1, 1)):
+        recorder.start_action(action)
+        assert ranges.stack == [str(action)]
+        recorder.launched()
+        assert ranges.stack == []
+    recorder.action(Action("F", 1, 0), 0.0, 1.0, 1)
+
+
 def test_nvtx_is_off_unless_asked_for(ranges):
     record(Recorder(rank=0, stages=[1], directory=None))
     assert ranges.log == []
