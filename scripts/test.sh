@@ -12,7 +12,8 @@ for argument in "$@"; do
     [[ "$argument" =~ ^--(all|deep|seed=.*)$ ]] || exec python -m pytest "$@"
 done
 
-beside_it=(tests/model_check tests/random_schedules tests/schedule tests/scheduler tests/simulate tests/comm/test_fuzz.py tests/tp_coord tests/report tests/trace tests/compare tests/balance tests/scripts)
+beside_it=(tests/model_check tests/random_schedules tests/schedule tests/scheduler tests/simulate tests/program tests/fakes tests/comm/test_fuzz.py
+    tests/tp_coord tests/report tests/trace tests/compare tests/balance tests/scripts)
 output=$(mktemp) status=0 beside=
 stop() { [ -z "$beside" ] || kill "$beside" 2>/dev/null || true; rm -f "$output"; }
 trap stop EXIT
