@@ -196,7 +196,7 @@ def test_a_normal_end_is_silent_and_quick(server, data, tmp_path, forks):
         assert end.code == 0
         assert not end.report
         said = [line for line in end.output.splitlines() if "[rrfp]" in line]
-        assert all(line.startswith("[rrfp] hint ") for line in said), said
+        assert all(line.startswith(("[rrfp] hint ", "[rrfp] limit ")) for line in said), said
         assert "Traceback" not in end.output
     assert max(end.seconds for end in ended) - min(end.seconds for end in ended) < 30
 
