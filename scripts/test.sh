@@ -12,8 +12,9 @@ for argument in "$@"; do
     [[ "$argument" =~ ^--(all|deep|seed=.*)$ ]] || exec python -m pytest "$@"
 done
 
-beside_it=(tests/model_check tests/random_schedules tests/schedule tests/scheduler tests/simulate tests/program tests/fakes tests/comm/test_fuzz.py
-    tests/tp_coord tests/report tests/trace tests/compare tests/balance tests/scripts)
+# compare forks processes that use autograd, so it comes before anything that has used it in this one
+beside_it=(tests/compare tests/model_check tests/random_schedules tests/schedule tests/scheduler tests/simulate tests/program tests/fakes
+    tests/comm/test_fuzz.py tests/tp_coord tests/report tests/trace tests/balance tests/scripts)
 output=$(mktemp) status=0 beside=
 stop() { [ -z "$beside" ] || kill "$beside" 2>/dev/null || true; rm -f "$output"; }
 trap stop EXIT

@@ -1,8 +1,8 @@
 """From Megatron's arguments to a model cut into stages. Reads only what says how large the model is; imports neither torch nor megatron."""
 
 import argparse
+import ast
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -235,7 +235,24 @@ def _expert_pattern(text: str, layers: int) -> list[bool]:
     """Which layers have experts: every n-th, or a list like `([0]*1+[1]*3)` as Megatron takes it."""
     if text.isdecimal() and int(text):
         return [index % int(text) == 0 for index in range(layers)]
-    pattern = eval(text, {"__builtins__": {}}) if re.fullmatch(r"[\[\]()*+,\d\s]+", text) else None  # numbers, lists and operators only
+    try:
+        pattern = _value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError, ValueError):
+        pattern = None
     if not isinstance(pattern, list) or len(pattern) != layers:
         raise ConfigurationError(f"--moe-layer-freq {text}: must be a number, or a list of {layers} zeros and ones; for example 2 or ([0]*1+[1]*3)")
     return [bool(entry) for entry in pattern]
+
+
+def _value(node: ast.expr) -> int | list:
+    """A number, a list, or a sum or product of them; ValueError for anything else."""
+    match node:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.List(elts=elements):
+            return [_value(element) for element in elements]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _value(left) + _value(right)
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            return _value(left) * _value(right)
+    raise ValueError(ast.unparse(node))

@@ -85,6 +85,8 @@ def make_forward_backward(options: Options, *, original: Callable, interleaved: 
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
 
+        # Agreed on in the first call, whatever kind it is: ranks whose first calls differ meet, and hear that they differ.
+        first_trainable = runtime.first_trainable(models)
         context = StepContext(
             forward_step_func=forward_step_func,
             # In microbatch order the k-th forward is microbatch k, as Megatron has it: the iterator itself, whatever a step does with it.
@@ -100,7 +102,7 @@ def make_forward_backward(options: Options, *, original: Callable, interleaved: 
             cp_size=groups.cp.size(),
             max_in_flight=policy.limits(runtime.placement, num_microbatches)[runtime.rank],
             call=runtime.engine.call + 1,
-            first_trainable=0 if forward_only else runtime.first_trainable(models),
+            first_trainable=0 if forward_only else first_trainable,
             activation=_activation(config, groups, seq_length=seq_length, micro_batch_size=micro_batch_size, decoder_seq_length=decoder_seq_length),
             split=split,
             total_num_tokens=torch.zeros([], dtype=torch.int, device="cuda"),

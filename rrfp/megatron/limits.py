@@ -6,6 +6,7 @@ of all replicas may share collectives. All of it is said in small collectives ov
 whoever has run it is there to answer, while a rank may be late for the next one, which the engine would name and a collective would not.
 """
 
+import json
 import math
 import sys
 import weakref
@@ -144,8 +145,7 @@ class MeasuredLimits:
             return
         answer = None
         if _speaks(groups):
-            traces = [None] * pp_group.size() if runtime.rank == 0 else None
-            torch.distributed.gather_object(runtime.recorder.kept, traces, dst=_global(pp_group, 0), group=pp_group)
+            traces = _gathered(runtime.recorder.kept, pp_group)
             if runtime.rank == 0:
                 rooms = None if not all(there for _, there, *_ in everyone) else [Room(-least, idle) for _, _, least, idle in everyone]
                 given = gibibytes(case.policy.limit)
@@ -259,14 +259,42 @@ def _speaks(groups) -> bool:
 
 def _told(answer, groups, pp_group, rank: int):
     """What the choosing rank says, on every rank: first to its replicas and peers at the head of their pipelines, then down each pipeline."""
-    box = [answer]
     if rank == 0:
         tensor, *replicas = _place(groups)
         for group in replicas if tensor.rank() == 0 else []:
-            torch.distributed.broadcast_object_list(box, src=_global(group, 0), group=group)
-        torch.distributed.broadcast_object_list(box, src=_global(tensor, 0), group=tensor)
-    torch.distributed.broadcast_object_list(box, src=_global(pp_group, 0), group=pp_group)
-    return box[0]
+            answer = _spread(answer, group)
+        answer = _spread(answer, tensor)
+    return _spread(answer, pp_group)
+
+
+def _spread(value, group):
+    """The value of the group's first rank on all of them, as JSON: nothing is unpickled."""
+    data = _bytes(value) if group.rank() == 0 else None
+    size = torch.tensor([0 if data is None else len(data)], device="cuda")
+    torch.distributed.broadcast(size, src=_global(group, 0), group=group)
+    data = torch.empty(int(size), dtype=torch.uint8, device="cuda") if data is None else data
+    torch.distributed.broadcast(data, src=_global(group, 0), group=group)
+    return _read(data)
+
+
+def _gathered(value, group) -> list:
+    """Everybody's value by rank of the group."""
+    data = _bytes(value)
+    sizes = [torch.zeros(1, dtype=torch.int64, device="cuda") for _ in range(group.size())]
+    torch.distributed.all_gather(sizes, torch.tensor([len(data)], device="cuda"), group=group)
+    room = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8, device="cuda")
+    room[: len(data)] = data
+    everyone = [torch.empty_like(room) for _ in sizes]
+    torch.distributed.all_gather(everyone, room, group=group)
+    return [_read(each[: int(size)]) for each, size in zip(everyone, sizes, strict=True)]
+
+
+def _bytes(value) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to("cuda")
+
+
+def _read(data: torch.Tensor):
+    return json.loads(bytes(data.tolist()))
 
 
 def _global(group, rank: int) -> int:

@@ -55,7 +55,7 @@ def test_a_message_that_is_lost_on_the_way(virtual):
 def test_a_message_that_is_known_to_be_missing(virtual):
     """A gap is a failure at once, and needs no search."""
     cluster = virtual.Cluster.of(PAIR, timeout=10.0, losses=lambda edge, microbatch: str(edge) == "0>1" and microbatch == 1)
-    cluster.run(virtual.Call.chain(PAIR, 6, Policy(limit="4")), strict=False)
+    cluster.run(virtual.Call.chain(PAIR, 6, Policy(hint="announced", limit="4")), strict=False)
     found = report(cluster)
     assert (found.cause, found.culprit) == ("failed", 1)
     assert found.verdict.startswith("stage 1 (rank 1) failed (0>1): from rank 0: message 3 of lane 0 after 1: a message was lost; stage 0 "
