@@ -36,8 +36,25 @@ class Settings:
     layout: str = "looped"
 
 
+class Timed:
+    """What repeats give: a median and quartiles of `seconds`, one number per repeat."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return median(self.seconds)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        if len(self.seconds) == 1:
+            return self.seconds * 2
+        low, _, high = quantiles(self.seconds, n=4, method="inclusive")
+        return low, high
+
+
 @dataclass(frozen=True)
-class Row:
+class Row(Timed):
     """One mode's figures.
 
     seconds: per repeat.
@@ -61,17 +78,6 @@ class Row:
     shares: Mapping[str, int]
     overruns: int
     actions: int
-
-    @property
-    def median(self) -> float:
-        return median(self.seconds)
-
-    @property
-    def quartiles(self) -> tuple[float, float]:
-        if len(self.seconds) == 1:
-            return self.seconds * 2
-        low, _, high = quantiles(self.seconds, n=4, method="inclusive")
-        return low, high
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median, quantiles
+from statistics import median
 
 from rrfp.columns import columns
 from rrfp.compare.ladder import Ladder, ladder_json
-from rrfp.compare.results import SHARES, peaks, shares
+from rrfp.compare.results import SHARES, Timed, peaks, shares
 from rrfp.compare.training import DEFAULT, MEGATRON, Trained
 
 TITLES = {
@@ -31,7 +31,7 @@ BESIDE = ("strict:zb-h1:2p-1", DEFAULT)
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Timed):
     """One mode.
 
     seconds: of every measured iteration, as Megatron logged them, all repeats. schedule: those of the schedule alone, from the trace.
@@ -53,17 +53,6 @@ class Row:
     overruns: int = 0
     actions: int = 0
     missing: str | None = None
-
-    @property
-    def median(self) -> float:
-        return median(self.seconds)
-
-    @property
-    def quartiles(self) -> tuple[float, float]:
-        if len(self.seconds) == 1:
-            return self.seconds * 2
-        low, _, high = quantiles(self.seconds, n=4, method="inclusive")
-        return low, high
 
     @property
     def differs(self) -> bool:
