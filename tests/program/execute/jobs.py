@@ -1,4 +1,4 @@
-"""What the ranks of a `Group` run. Importing it captures the transformers, once for all ranks, which are forks."""
+"""What the ranks of a `Group` run, and the models that they train."""
 
 import contextlib
 import functools
@@ -17,8 +17,8 @@ import rrfp.program
 from rrfp.errors import RRFPError
 from rrfp.program.capture import Captured, capture
 from rrfp.program.execute import collectives
-from rrfp.program.execute.compiled import Emulation
 from rrfp.program.execute.parameters import _Flat
+from rrfp.program.execute.run import Emulation
 from tests.program import models
 from tests.program.transformer import GPT, loss, make_batch
 
@@ -65,18 +65,17 @@ def plain(name: str, *arguments, **options) -> Subject:
 
     def reference(batches, pieces, optimizer):
         assert optimizer == "sgd"
-        return ((torch.tensor(losses), weights) for losses, weights in model.reference(batches, pieces=pieces))
+        return ((torch.tensor(losses, dtype=torch.float64), weights) for losses, weights in model.reference(batches, pieces=pieces))
 
     return Subject(Captured(model.traced, model.functions, model.parameters), model.batch, reference)
 
 
 def subject(which: tuple) -> Subject:
-    """("gpt", stages, experts, tied), or ("chain", stages, rows, {"tied": True}) and the like."""
+    """("gpt", stages, experts, tied), or ("chain", stages, rows, "tied") and the like: what is a string is switched on."""
     name, *arguments = which
     if name == "gpt":
         return gpt(*arguments)
-    options = arguments.pop() if isinstance(arguments[-1], dict) else {}
-    return plain(name, *arguments, **options)
+    return plain(name, *(each for each in arguments if not isinstance(each, str)), **{each: True for each in arguments if isinstance(each, str)})
 
 
 def batches(which: tuple, rows: int, steps: int) -> list:
@@ -193,7 +192,3 @@ def page(code: str) -> dict:
 def _own(batch, replicas: int):
     return {key: value.chunk(replicas)[dist.get_rank() % replicas] for key, value in batch.items()}
 
-
-for _experts in (False, True):
-    for _stages in (2, 4):
-        gpt(_stages, _experts, False)

@@ -7,7 +7,7 @@ from tests.program.execute.compare import worst
 from tests.program.execute.group import Group
 
 pytestmark = pytest.mark.timeout(240)
-WHICH = ("chain", 2, 8, {"experts": True})
+WHICH = ("chain", 2, 8, "experts")
 SOON = 10.0
 """Seconds; the pipeline's own deadline is 60."""
 
@@ -20,7 +20,7 @@ def directives(**options):
 def test_a_rank_that_raises_ends_every_rank(groups, how, words):
     found = groups(4).run("fail", which=WHICH, directives=directives(experts=True), replicas=2, rows=16, culprit=2, how=how)
     for rank, (kind, text, seconds) in enumerate(found):
-        assert words in text and seconds < SOON, (rank, text)
+        assert words in f"{kind}: {text}" and seconds < SOON, (rank, text, seconds)
         assert kind == "PipelineError" and text.startswith("rank 2 failed (") or rank == 2, (rank, kind, text)
     # The same processes train on, with a program opened anew.
     assert worst(groups(4), WHICH, directives(experts=True), replicas=2, pieces=8, modes=["ready"])[0] < 1e-12
