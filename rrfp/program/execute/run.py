@@ -38,6 +38,8 @@ from rrfp.trace.recorder import Recorder
 OPEN_DEADLINE = 120.0
 CLOSE_DEADLINE = 10.0
 CREDITS = 4
+COLLECTIVE_SHARE = 0.7
+"""Share of the timeout that a collective may take: below the watcher's, so that whoever waits for one says which."""
 SWITCH_INTERVAL = 1e-4
 """Seconds for which a thread may keep the interpreter lock while another wants it: the streams' threads wait for no long turn."""
 _openings = itertools.count()
@@ -86,7 +88,7 @@ class Run:
         self._departed: set[int] = set()
         latch = FailureLatch()
         self._streams = Streams(
-            rank=device, device=self._tensors, latch=latch, fail=self._fail, deadline=lambda: self._engine.patience, record=self.recorder.moved,
+            rank=device, device=self._tensors, latch=latch, fail=self._fail, deadline=self._deadline, record=self.recorder.moved,
             seconds=lambda name: emulation.seconds(program.dag.nodes[name]) if name in program.dag.nodes else 0.0)
         self._collectives = Collectives(program, device=device, timeout=FIRST_CALL * timeout)
         self._wiring = wiring = Wiring(program, plan.rank)
@@ -156,6 +158,9 @@ class Run:
         if type(event) is Departure:
             self._departed.add(event.rank)
         self._engine.post(event)
+
+    def _deadline(self) -> float:
+        return COLLECTIVE_SHARE * self._engine.patience
 
     def _fail(self, failure: Failure) -> None:
         """From a stream's thread."""
