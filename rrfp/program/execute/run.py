@@ -26,7 +26,7 @@ from rrfp.program.dag import ALL_TO_ALL, SEND, Node
 from rrfp.program.execute.collectives import Collectives
 from rrfp.program.execute.exchange import ExchangeTransport
 from rrfp.program.execute.executor import ProgramExecutor
-from rrfp.program.execute.parameters import MakeOptimizer, Parameters
+from rrfp.program.execute.parameters import MakeOptimizer, Parameters, check_parameters
 from rrfp.program.execute.pool import Pool
 from rrfp.program.execute.streams import Streams
 from rrfp.program.execute.wiring import Wiring, losses
@@ -78,8 +78,10 @@ class Run:
         self._plan = plan = program.plans[program.rank_of[device]]
         self._replica = plan.devices.index(device)
         store = dist.PrefixStore(f"rrfp-program/{next(_openings)}", dist.distributed_c10d._get_default_store())
+        check_parameters(program, captured.weights)
+        fullest = max(program.plans, key=lambda each: each.peak)
+        program.scheduler(fullest.rank, mode=mode, limit=limit)  # refuses a limit that is too small for any rank, on every rank
         self._compare(store, captured, f"{mode}, limit {limit}")
-        program.scheduler(plan.rank, mode=mode, limit=limit)  # refuses a limit that is too small, before anything is opened
         self._tensors = next(iter(captured.weights.values())).device
         self.parameters = Parameters(program, captured.weights, device=device, make_optimizer=optimizer)
         directory = None if trace is None else Path(trace) / f"pipeline{self._replica}"
@@ -96,7 +98,11 @@ class Run:
                            for key, items in wiring.items.items() if plan.messages[key[0]].kind == ALL_TO_ALL}
         counts = Counter(stream for each in self._exchanges.values() for _, stream, _ in each)
         self._collectives.connect(self.parameters, self._streams, counts)
-        self._open(store, latch, timeout, interface, emulation)
+        try:
+            self._open(store, latch, timeout, interface, emulation)
+        except BaseException:
+            self._collectives.close(self._collectives.streams)
+            raise
         pool = self._make_pool()
         self._executor = ProgramExecutor(
             program, plan, functions=captured.functions, loss=captured.traced.loss, wiring=wiring, parameters=self.parameters, pool=pool,
@@ -142,7 +148,11 @@ class Run:
         self._engine = Engine(rank=device, owner=owner.__getitem__, transport=self._transport, agreement=agreement, recorder=self.recorder,
                               timeout=timeout, latch=latch)
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
-        self._transport.open(self._post, deadline=OPEN_DEADLINE)
+        try:
+            self._transport.open(self._post, deadline=OPEN_DEADLINE)
+        except BaseException:
+            agreement.close()
+            raise
         agreement.open(self._engine.wake, self._engine.hear)
         self._watcher = Watcher(self._engine, departed=self._departed, report=lambda text, view: None)
 
