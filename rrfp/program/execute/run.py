@@ -89,10 +89,11 @@ class Run:
         self._durations: dict[str, float] = {}
         self._departed: set[int] = set()
         latch = FailureLatch()
+        self._collectives = Collectives(program, device=device, timeout=FIRST_CALL * timeout)
+        nodes = {**program.dag.nodes, **self._collectives.gathers}
         self._streams = Streams(
             rank=device, device=self._tensors, latch=latch, fail=self._fail, deadline=self._deadline, record=self.recorder.moved,
-            seconds=lambda name: emulation.seconds(program.dag.nodes[name]) if name in program.dag.nodes else 0.0)
-        self._collectives = Collectives(program, device=device, timeout=FIRST_CALL * timeout)
+            seconds=lambda name: emulation.seconds(nodes[name]) if name in nodes else 0.0)
         self._wiring = wiring = Wiring(program, plan.rank)
         self._exchanges = {key: [(item.via, plan.messages[key[0]].stream, self._collectives.exchange(item.via)) for item in items]
                            for key, items in wiring.items.items() if plan.messages[key[0]].kind == ALL_TO_ALL}

@@ -77,7 +77,7 @@ def test_gathered_buckets_are_bounded(groups, prefetch):
     directives = [Split({}, "MB", 4), Place({}, (0, 1)), Replicate({}, (0, 1), shard_params=True, prefetch=prefetch)]
     which = ("chain", 4, 16)
     found, peaks = worst(groups(2), which, directives, replicas=2, pieces=8, modes=MODES)
-    pool = memory(lower(apply(training_dag(jobs.subject(which).captured.traced), directives)), 0).pool
+    pool = memory(lower(apply(training_dag(jobs.subject(which).captured().traced), directives)), 0).pool
     whole = 8 * (4 * 36 + 30)
     assert found < TOLERANCE and pool == min(8 * 36 * (prefetch + 1), whole) < whole
     assert {peak.gathered for peak in peaks} == {pool}
