@@ -19,7 +19,22 @@ from rrfp.megatron import experts
 from rrfp.megatron.traceable import check_traceable
 from rrfp.program.capture import annotate
 
-__all__ = ["annotate_gpt", "language_model_loss"]
+__all__ = ["annotate_gpt", "language_model_loss", "whole_models"]
+
+
+def whole_models(*, seed: int) -> None:
+    """Set Megatron up for models that are whole in every process (all its parallel sizes are 1), and seed torch and Megatron: call it first.
+
+    Where `torch.distributed` is not initialised, it is, for this process alone.
+    """
+    from megatron.core import parallel_state, tensor_parallel
+
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
 def annotate_gpt(model: torch.nn.Module, *, stages: int | Sequence[int]) -> torch.nn.Module:
