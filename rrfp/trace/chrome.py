@@ -1,7 +1,8 @@
 """A timeline as Chrome trace events, the JSON that https://ui.perfetto.dev and chrome://tracing open.
 
-Three groups of tracks: the stages (one track each, actions in the notation, arrows from an action to the one that uses its
-result), the ranks (calls, and inside them the waits with their cause), and a counter per stage of activations in flight.
+Groups of tracks: the stages (one track each, actions in the notation, arrows from an action to the one that uses its
+result), the ranks (calls, and inside them the waits with their cause), a counter per stage of activations in flight, and, where
+collectives ran beside the actions, their streams.
 Format: "Trace Event Format", Google, times in microseconds.
 """
 
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from rrfp.trace.files import Ran, Timeline
 
-_STAGES, _RANKS, _COUNTERS = 1, 2, 3  # process ids: Perfetto shows a group per process, in this order
+_STAGES, _RANKS, _COUNTERS, _STREAMS = 1, 2, 3, 4  # process ids: Perfetto shows a group per process, in this order
 
 
 def chrome_events(timeline: Timeline, *, calls: Iterable[int] | None = None) -> list[dict]:
@@ -36,6 +37,13 @@ def chrome_events(timeline: Timeline, *, calls: Iterable[int] | None = None) -> 
     for rank in sorted(timeline.ranks):
         events.append(_named("thread", _RANKS, rank, f"rank {rank}"))
 
+    streams = {key: number for number, key in enumerate(sorted(
+        {(rank, moved.stream) for ranks in chosen for rank, call in ranks.items() for moved in call.moved}))}
+    if streams:
+        events.append(_named("process", _STREAMS, 0, "streams: collectives"))
+    for (rank, stream), number in streams.items():
+        events.append(_named("thread", _STREAMS, number, f"{stream} (rank {rank})"))
+
     flows = 0
     for ranks in chosen:
         for rank, call in ranks.items():
@@ -43,6 +51,8 @@ def chrome_events(timeline: Timeline, *, calls: Iterable[int] | None = None) -> 
             events.append(_slice(name, "call", us(call.begin), us(call.end), _RANKS, rank, {"microbatches": call.microbatches}))
             for cause, start, end in call.waits:
                 events.append(_slice(f"wait {cause}", "wait", us(start), us(end), _RANKS, rank, {"call": call.number}))
+            for stream, what, start, end in call.moved:
+                events.append(_slice(what, what.partition(":")[0], us(start), us(end), _STREAMS, streams[rank, stream], {"call": call.number}))
             for ran in call.actions:
                 arguments = {"call": call.number, "microbatch": ran.action.microbatch, "in flight": ran.in_flight}
                 if ran.padded:

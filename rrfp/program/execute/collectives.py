@@ -3,7 +3,8 @@
 Communicators are made up front, in one order on all ranks: one for each stream and group, so that no stream waits for another.
 """
 
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 
 import torch
@@ -37,6 +38,7 @@ class Collectives:
         wanted = {(node.stream, group) for node in program.dag.nodes.values() for group in node.groups}
         wanted |= {(OWN, tuple(plan.devices[k] for plan in program.plans)) for k in range(len(replicas))}
         wanted |= {(OWN, plan.devices) for plan in program.plans}
+        self._gathers = {node.what.partition(".")[0]: node for node in program.dag.of(ALL_GATHER) if node.phase and device in node.devices}
         self._groups = {}
         for stream, members in sorted(wanted):
             if len(members) > 1:
@@ -44,9 +46,14 @@ class Collectives:
                 if device in members:
                     self._groups[stream, members] = group
 
-    def connect(self, parameters: Parameters, streams: Streams) -> None:
-        """What the collectives move, and where they run."""
-        self._parameters, self._streams = parameters, streams
+    def connect(self, parameters: Parameters, streams: Streams, exchanges: Mapping[str, int]) -> None:
+        """What the collectives move, where they run, and by stream how many all-to-alls a call issues there."""
+        self._parameters, self._streams, self._exchanges = parameters, streams, exchanges
+
+    def begin(self) -> None:
+        """Before a call."""
+        self._left = dict(self._exchanges)
+        self._slotted: dict[str, deque[Operation]] = {stream: deque() for stream in self._left}
 
     def _group(self, node: Node):
         """(communicator, members) of this device."""
@@ -73,11 +80,27 @@ class Collectives:
                 else:
                     store.reduce(node.kind, part, piece, group, finish)
 
-        return self._streams.issue(node.stream, node.name, run, after=after)
+        operation = Operation(node.name, run, tuple(after))
+        slotted = node.what in self._dag.buckets and node.kind != ALL_GATHER and self._dag.buckets[node.what].slotted
+        if slotted and self._left.get(node.stream):
+            self._slotted[node.stream].append(operation)
+        else:
+            self._streams.put(node.stream, operation)
+        return operation
+
+    def exchanged(self, stream: str) -> None:
+        """An all-to-all was issued: one slotted reduction goes behind it; behind the last, all that are left.
+
+        Counted in the order of issue, which is the members' own: their streams stay equal.
+        """
+        self._left[stream] -= 1
+        waiting = self._slotted[stream]
+        for _ in range(min(1, len(waiting)) if self._left[stream] else len(waiting)):
+            self._streams.put(stream, waiting.popleft())
 
     def gather(self, bucket: str) -> Operation:
         """ZeRO-3: bring a bucket."""
-        node = next(node for node in self._dag.of(ALL_GATHER) if node.phase and node.what.partition(".")[0] == bucket and self._device in node.devices)
+        node = self._gathers[bucket]
         store, (group, _) = self._parameters.stores[bucket], self._group(node)
         store.allocate()
         return self._streams.issue(node.stream, f"ALL_GATHER:{bucket}", lambda: store.gather(0, group, self._streams.finish))
@@ -105,15 +128,19 @@ class Collectives:
         """What each replica of this rank has, in their order."""
         if (group := self._groups.get((OWN, self._replicas))) is None:
             return [value]
-        found = value.new_empty((len(self._replicas), *value.shape))
-        self._own("state", lambda: self._streams.finish(dist.all_gather_single(found.view(-1), value.reshape(-1).contiguous(), group=group, async_op=True)))
+        found, sent = value.new_empty((len(self._replicas), *value.shape)), value.reshape(-1).contiguous()
+        self._own("state", lambda: self._streams.finish(dist.all_gather_single(found.view(-1), sent, group=group, async_op=True)))
         return list(found)
 
     def _own(self, name: str, run: Callable[[], None]) -> None:
         self._streams.wait(self._streams.issue(OWN, name, run))
 
-    def close(self) -> None:
-        """Let go of the communicators. Only when nothing runs on them."""
-        for group in self._groups.values():
-            dist.destroy_process_group(group)
-        self._groups.clear()
+    def close(self, streams: Iterable[str]) -> None:
+        """Let go of the communicators of these streams, on which nothing runs. Whoever still waits on the other end gets an error."""
+        for stream, members in [key for key in self._groups if key[0] in streams]:
+            dist.destroy_process_group(self._groups.pop((stream, members)))
+
+    @property
+    def streams(self) -> set[str]:
+        """Those that have communicators."""
+        return {stream for stream, _ in self._groups}

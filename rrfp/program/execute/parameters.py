@@ -229,8 +229,8 @@ class Parameters:
             ways = self._dag.sharded.get(segment, 1)
             for name in self._dag.owned(segment):
                 if ways > 1 and (not weights[name].shape or weights[name].shape[0] % ways):
-                    raise ConfigurationError(f"shard: {segment}: {name} has {list(weights[name].shape[:1])} along its first dimension, which {ways} devices do"
-                                             " not divide; give ways, or other experts")
+                    raise ConfigurationError(f"shard: {segment}: {name} has {list(weights[name].shape[:1])} along its first dimension, which {ways}"
+                                             " devices do not divide; give ways, or other experts")
                 values[name] = weights[name].detach().chunk(ways)[self._place % ways] if ways > 1 else weights[name].detach()
         return Store(title, segments, values, sharing)
 
@@ -239,8 +239,8 @@ class Parameters:
             for name in self._dag.segments[segment].parameters:
                 store = self._store_of[name]
                 if store.sharing.zero == 3 and segment not in store.segments:
-                    raise ConfigurationError(f"replicate: shard_params: {segment}: shares {name} with {', '.join(store.segments)}, and would not gather"
-                                             " it; place them on different devices, or leave shard_params out")
+                    raise ConfigurationError(f"replicate: shard_params: {segment}: shares {name} with {', '.join(store.segments)}, and would not"
+                                             " gather it; place them on different devices, or leave shard_params out")
 
     def weights(self, segment: str) -> dict[str, torch.Tensor]:
         """What its function is called with."""
