@@ -31,18 +31,20 @@ _trace: ContextVar[_Trace | None] = ContextVar("trace", default=None)
 
 
 @contextmanager
-def annotate(tag: str) -> Iterator[None]:
+def annotate(tag: str, index: int | None = None) -> Iterator[None]:
     """Tag what is computed inside: `with annotate("PP"):` in a module's forward. The n-th one of a tag in a trace has index n; they nest.
 
     Outside a capture it does nothing.
+
+    index: the tag's index where the order of the trace does not give it: several layers of one stage. Neighbours of equal tags are one segment.
     """
     trace = _trace.get()
     if trace is None:
         yield
         return
     before = dict(trace.open)
-    trace.open[tag] = trace.counts[tag]
-    trace.counts[tag] += 1
+    trace.open[tag] = trace.counts[tag] if index is None else index
+    trace.counts[tag] += index is None
     try:
         with fx.traceback.annotate({_KEY: dict(trace.open)}):
             yield
@@ -85,6 +87,8 @@ def capture(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], *, loss: 
         size = torch.export.Dim("batch", min=1, max=2**20)
         with fx.traceback.preserve_node_meta():  # annotations are node metadata
             exported = torch.export.export(whole, tuple(batch.values()), dynamic_shapes={"values": tuple({0: size} for _ in batch)}, strict=False)
+    except ConfigurationError:
+        raise
     except Exception as error:
         line = next(iter(str(error).strip().splitlines()), "")
         raise ConfigurationError(f"model: cannot be traced with a batch of any size: {type(error).__name__}: {line}") from error
@@ -135,6 +139,21 @@ class _Cutter:
             floating = any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in values)
             if trained and floating and node.target is not torch.ops.aten.detach.default:
                 self._flows.add(node)
+        self._made_anew = self._constants()
+
+    def _constants(self) -> set[fx.Node]:
+        """Tensors that neither the batch's values nor a trained parameter decide: a causal mask, a table of positions. Like sizes they are
+        made anew where they are used. What is written in place, or made at random, is not among them.
+        """
+        changed: set[fx.Node] = set()
+        for node in reversed(self._graph.nodes):
+            changed.update(_written(node), node.all_input_nodes if node in changed and _may_alias(node) else ())
+        found = {node for node in self._graph.nodes if node.name in self._weights and self._weights[node.name] not in self._trained} - changed
+        for node in self._graph.nodes:
+            fixed = node.op == "call_function" and node not in changed and not _written(node) and not _is_random(node)
+            if fixed and all(other in found or _is_size(other) for other in node.all_input_nodes):
+                found.add(node)
+        return found
 
     def cut(self) -> Captured:
         runs = self._runs()
@@ -179,11 +198,11 @@ class _Cutter:
         return runs
 
     def _part(self, nodes: list[fx.Node]) -> "_Part":
-        """What runs in a segment, and what it reads. Sizes, and tuples of tensors, are made anew where they are used: no message carries them."""
+        """What runs in a segment, and what it reads. No message carries sizes, constants and tuples of tensors: they are made where used."""
         inside, read, runs = set(nodes), {}, {}
 
         def need(node: fx.Node) -> None:
-            if node.op == "placeholder" or (_is_tensor(node) and node not in inside):
+            if node.op == "placeholder" or (_is_tensor(node) and node not in inside and node not in self._made_anew):
                 read[node] = None
             elif node not in runs:
                 runs[node] = None
@@ -191,16 +210,15 @@ class _Cutter:
                     need(other)
 
         for node in nodes:
-            need(node)
+            if node not in self._made_anew:
+                need(node)
             self._check_writes(node, read)
         return _Part(list(read), [node for node in self._graph.nodes if node in runs])  # in the graph's order
 
     def _check_writes(self, node: fx.Node, read: Mapping[fx.Node, None]) -> None:
         """In place a segment may change only what it made itself."""
-        if not isinstance(node.target, torch._ops.OpOverload):
-            return
-        for argument, value in zip(node.target._schema.arguments, node.args):
-            if argument.alias_info is not None and argument.alias_info.is_write and value in read:
+        for value in _written(node):
+            if value in read:
                 name = self._weights.get(value.name, self._name(value))
                 raise ConfigurationError(f"model: {name}: is written by {node.target}; other microbatches, or other parts, would see that;"
                                          " write no buffer in training, and nothing in place that another part made")
@@ -227,12 +245,32 @@ def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
+def _is_size(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymBool, torch.SymFloat, int, float, bool))
+
+
+def _is_random(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _may_alias(node: fx.Node) -> bool:
+    """Whether it may be a view of what it is made of (a dropout that drops nothing returns its input)."""
+    overload = isinstance(node.target, torch._ops.OpOverload)
+    return not overload or _is_random(node) or any(made.alias_info is not None for made in node.target._schema.returns)
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """What an operation writes in place."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    arguments = node.target._schema.arguments
+    given = [*zip(arguments, node.args), *((argument, node.kwargs.get(argument.name)) for argument in arguments)]
+    return [value for argument, value in given if isinstance(value, fx.Node) and argument.alias_info is not None and argument.alias_info.is_write]
+
+
 def _is_real(node: fx.Node) -> bool:
     """Not a size, and no check of sizes: those are for the tracer."""
-    writes = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-    if node.op == "call_function" and not node.users and not writes:
-        return False
-    return not isinstance(node.meta.get("val"), (torch.SymInt, torch.SymBool, torch.SymFloat, int, float, bool))
+    return not _is_size(node) and (node.op != "call_function" or bool(node.users) or bool(_written(node)))
 
 
 def _spec(node: fx.Node, flows: bool) -> Tensor:

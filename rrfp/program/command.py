@@ -1,31 +1,34 @@
-"""`rrfp program`: show what a strategy comes down to, and write those that ship as files to start from."""
+"""`rrfp program`: show what a strategy comes down to, write those that ship as files, and train with one."""
 
 import argparse
 import inspect
+import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from rrfp.errors import ConfigurationError
+from rrfp.errors import ConfigurationError, PipelineError
 from rrfp.outputs import check_file, check_picture
 from rrfp.program.builders import BUILDERS
 from rrfp.program.clock import overlap, run
 from rrfp.program.dag import ALL_TO_ALL, DAG
-from rrfp.program.files import read_dag, write_program
-from rrfp.program.hint_rows import stage_rows
+from rrfp.program.files import Program, read_dag, write_program
+from rrfp.program.hint_rows import stage_rows, stages_of
 from rrfp.program.lower import lower
 from rrfp.program.memory import memory
-from rrfp.program.plan import Lowered
+from rrfp.program.plan import MODES, Lowered
 from rrfp.program.text import print_dag
+from rrfp.program.workload import PythonModel
 from rrfp.scheduler.lists import write
-from rrfp.values import at_least_one
+from rrfp.values import above_zero, at_least_one
 
 EXPERT_PARTS = ("attention", "experts", "combine")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rrfp program", description=__doc__.split(": ", 1)[1])
-    commands = parser.add_subparsers(dest="command", required=True, metavar="show|build")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="show|build|run")
     show = commands.add_parser("show", help="print a program's training DAG as text, and draw it")
     show.add_argument("file", type=Path, metavar="FILE", help="a program (JSON), or the text of a DAG")
     show.add_argument("--picture", type=Path, metavar="PNG", help="draw it: streams over time, at nominal durations")
@@ -40,6 +43,15 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--replicas", type=at_least_one, default=1, metavar="N", help="data parallelism (default 1)")
     build.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=0, help="of the replicas: what is sharded (default 0: nothing)")
     build.add_argument("--experts", action="store_true", help="each stage has experts, in pieces on the replicas")
+    build.add_argument("--model", metavar="FILE.py:FUNCTION", help="your model instead of an outline: a function that returns a Workload")
+    run = commands.add_parser("run", help="train with a program whose model is Python, under torchrun")
+    run.add_argument("file", type=Path, metavar="FILE", help="a program (JSON)")
+    run.add_argument("--steps", type=at_least_one, default=10, metavar="N", help="default 10")
+    run.add_argument("--mode", choices=MODES, default="ready", help="strict: the program's order is obeyed; ready (default): it ranks what is ready")
+    run.add_argument("--trace", type=Path, metavar="DIR", help="record the steps, one directory for each replica's pipeline, for `rrfp trace`")
+    run.add_argument("--json", type=Path, metavar="FILE", help="write losses and the table")
+    run.add_argument("--timeout", type=above_zero, default=600.0, metavar="SECONDS", help="without progress, until every rank ends (default 600)")
+    run.add_argument("--local", action="store_true", help="start the processes on this host, as torchrun does")
     return parser
 
 
@@ -47,11 +59,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, or 2 for what is refused, with one line that says why."""
     options = _parser().parse_args(arguments)
     try:
-        _show(options) if options.command == "show" else _build(options)
-    except (ConfigurationError, OSError) as error:
-        print(f"rrfp program: {error}", file=sys.stderr)
+        {"show": _show, "build": _build, "run": _run}[options.command](options)
+    except (ConfigurationError, PipelineError, OSError) as error:
+        if isinstance(error, PipelineError) or os.environ.get("LOCAL_RANK", "0") == "0":  # what is refused is so on every rank
+            print(f"rrfp program: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _run(options: argparse.Namespace) -> None:
+    from rrfp.program import run
+
+    run.launch(options) if options.local else run.run(options)
 
 
 def _show(options: argparse.Namespace) -> None:
@@ -98,10 +117,21 @@ def _build(options: argparse.Namespace) -> None:
             raise ConfigurationError(f"--chunks {options.chunks}: {options.name} has a fixed number of stages per rank; leave it out")
         more["chunks"] = options.chunks
     directives = builder(options.ranks, options.microbatches, replicas=options.replicas, zero=options.zero, experts=options.experts, **more)
-    stages = 1 + max(directive.filter["PP"] for directive in directives if "PP" in getattr(directive, "filter", {}))
-    sketch = {"stages": stages, "batch": 2 * options.microbatches, **({"parts": list(EXPERT_PARTS)} if options.experts else {})}
-    write_program(options.file, directives, {"sketch": sketch})
-    print(f"program: {options.file} (rrfp program show {options.file})")
+    stages = stages_of(directives)
+    if options.model is None:
+        sketch = {"stages": stages, "batch": 2 * options.microbatches, **({"parts": list(EXPERT_PARTS)} if options.experts else {})}
+        write_program(options.file, directives, {"sketch": sketch})
+        print(f"program: {options.file} (rrfp program show {options.file})")
+        return
+    path, _, function = options.model.rpartition(":")
+    folder = options.file.parent
+    model = PythonModel(f"{os.path.relpath(path or function, folder)}:{function}", folder=folder)
+    if "stages" in inspect.signature(model.function).parameters:
+        model = replace(model, arguments={"stages": stages})
+    program = Program(tuple(directives), model)
+    program.dag()  # what does not fit the model is refused now
+    write_program(options.file, directives, {"python": model.python, **({"arguments": model.arguments} if model.arguments else {})})
+    print(f"program: {options.file} (torchrun --nproc-per-node {program.devices} -m rrfp program run {options.file})")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from rrfp.program.text import HEADER, parse_dag
 from rrfp.program.traced import Segment, Tensor, Traced, sketch
 from rrfp.program.training import training_dag
 from rrfp.program.validate import validate
+from rrfp.program.workload import PythonModel
 
 _KINDS = {"split": Split, "place": Place, "shard": Shard, "replicate": Replicate, "order": Order}
 _RENAMED = {"dim_name": "dim"}
@@ -21,23 +22,34 @@ _RENAMED = {"dim_name": "dim"}
 
 @dataclass(frozen=True)
 class Program:
-    """A strategy, and the model that it is for, if the file describes one."""
+    """A strategy, and the model that it is for, if the file describes one or names its Python."""
 
     directives: tuple[Directive, ...]
-    model: Traced | None = None
+    model: Traced | PythonModel | None = None
+
+    @property
+    def devices(self) -> int:
+        """How many processes it runs on."""
+        return 1 + max((device for each in self.directives for device in getattr(each, "devices", ())), default=0)
 
     def dag(self, model: Traced | None = None) -> DAG:
-        """Its training DAG. Raises ConfigurationError if no model is known, or a directive does not go with it."""
+        """Its training DAG; a model in Python is made and captured for it.
+
+        Raises:
+            ConfigurationError: if no model is known, it cannot be captured, or a directive does not go with it.
+        """
         model = model or self.model
         if model is None:
             raise ConfigurationError('program: describes no model; give it a "model", for example {"sketch": {"stages": 4}}')
+        if isinstance(model, PythonModel):
+            model = model.make().capture().traced
         return apply(training_dag(model), self.directives)
 
 
 def read_dag(path: str | Path) -> DAG:
     """The training DAG of a program file, or the one that a text file prints. Raises ConfigurationError naming the file and the place in it."""
     text = _text(path)
-    if text.lstrip().startswith(HEADER):
+    if is_text(path):
         dag = parse_dag(text)
         validate(dag)
         return dag
@@ -49,6 +61,11 @@ def read_program(path: str | Path) -> Program:
     return _parse(_text(path), path)
 
 
+def is_text(path: str | Path) -> bool:
+    """Whether a file is the text of a DAG. Raises ConfigurationError if it cannot be read."""
+    return _text(path).lstrip().startswith(HEADER)
+
+
 def _text(path: str | Path) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
@@ -58,22 +75,25 @@ def _text(path: str | Path) -> str:
 
 def _parse(text: str, path: str | Path) -> Program:
     try:
-        return parse_program(json.loads(text))
+        return parse_program(json.loads(text), folder=Path(path).parent)
     except json.JSONDecodeError as error:
         raise ConfigurationError(f"{path}: is neither JSON nor the text of a DAG ({error}); it must begin with {{ or {HEADER!r}") from None
     except ConfigurationError as error:
         raise ConfigurationError(f"{path}: {error}") from None
 
 
-def parse_program(document: Mapping) -> Program:
-    """A program from what JSON holds. Raises ConfigurationError naming the place in it and the rule."""
+def parse_program(document: Mapping, *, folder: Path = Path()) -> Program:
+    """A program from what JSON holds. Raises ConfigurationError naming the place in it and the rule.
+
+    folder: from which a model's Python file is named.
+    """
     error = next(iter(sorted(_validator().iter_errors(document), key=lambda e: (-len(e.absolute_path), list(map(str, e.absolute_path))))), None)
     if error is not None:
         if error.context:  # of the alternatives, the one that came furthest
             error = max(error.context, key=lambda e: len(e.absolute_path))
         where = "/".join(map(str, error.absolute_path)) or "the file"
         raise ConfigurationError(f"{where}: {error.message}; see the schema, rrfp/program/schema.json")
-    return Program(tuple(_directive(*next(iter(each.items()))) for each in document["directives"]), _model(document.get("model")))
+    return Program(tuple(_directive(*next(iter(each.items()))) for each in document["directives"]), _model(document.get("model"), folder))
 
 
 @cache
@@ -94,9 +114,11 @@ def _directive(kind: str, values: Mapping) -> Directive:
     return _KINDS[kind](**values)
 
 
-def _model(document: Mapping | None) -> Traced | None:
+def _model(document: Mapping | None, folder: Path) -> Traced | PythonModel | None:
     if document is None:
         return None
+    if "python" in document:
+        return PythonModel(**document, folder=folder)
     if "sketch" in document:
         return sketch(**document["sketch"])
     segments = [Segment(**{name: tuple(value) if isinstance(value, list) else value for name, value in each.items()})
@@ -108,7 +130,7 @@ def _model(document: Mapping | None) -> Traced | None:
 def program_document(directives: Sequence[Directive], model: Mapping | None = None) -> dict:
     """What `parse_program` reads: fields at their defaults are left out.
 
-    model: as a file holds it, for example `{"sketch": {"stages": 4}}`, or `model_document`'s.
+    model: as a file holds it, for example `{"sketch": {"stages": 4}}`, `{"python": "my_model.py:make"}`, or `model_document`'s.
     """
     names = {kind: name for name, kind in _KINDS.items()}
     found = [{names[type(directive)]: _values(directive)} for directive in directives]

@@ -176,3 +176,52 @@ def test_one_replicas_reduction_left_out_is_seen(gpt):
     parameter = dag.parameters(reduction)[0]
     one, other = devices.whole(parameter)
     assert (one - other).abs().max() > 1e-4
+
+
+def test_what_no_value_of_the_batch_decides_is_made_where_it_is_used():
+    """A mask and a table, from a buffer, of one part for another: no message carries them. What is written in place afterwards is no such constant."""
+
+    class Masked(nn.Module):
+        def __init__(self, write):
+            super().__init__()
+            self.one, self.two, self._write = nn.Linear(4, 4), nn.Linear(4, 4), write
+            self.register_buffer("table", torch.linspace(0, 1, 4))
+
+        def forward(self, x):
+            with annotate("PP"):
+                mask = torch.ones(x.shape[0], 4, device=x.device).tril() + self.table
+                x = self.one(x)
+                if self._write:
+                    mask[:, 1:].mul_(x[:, 1:].detach())
+            with annotate("PP"):
+                return (self.two(x) * mask).square().mean()
+
+    for write in (False, True):
+        model = Masked(write).double()
+        captured = capture(model, {"x": torch.randn(6, 4).double()}, loss=lambda module, batch: module(batch["x"]))
+        first, second = captured.traced.segments
+        assert len(first.outputs) == 1 + write and set(second.inputs) >= set(first.outputs)
+        values = {"x": torch.randn(3, 4).double()}
+        wanted = model(values["x"])
+        for segment in (first, second):
+            values |= captured.functions[segment.name]({}, values)
+        assert values[captured.traced.loss].item() == pytest.approx(wanted.item(), abs=1e-12)
+
+
+def test_an_index_may_be_given():
+    """Neighbours of one index are one segment, whatever lies between them."""
+
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+        def forward(self, x):
+            for index, layer in enumerate(self.layers):
+                with annotate("PP", index // 3):
+                    x = layer(x)
+                x = x.tanh()
+            return x.mean()
+
+    captured = capture(Layers(), {"x": torch.randn(6, 4)}, loss=lambda module, batch: module(batch["x"]))
+    assert [(segment.name, len(segment.parameters)) for segment in captured.traced.segments] == [("PP0", 6), ("PP1", 2)]

@@ -1,4 +1,4 @@
-"""docs/program.md: its code runs as it stands, and gives what it says."""
+"""docs/programs.md: its code runs as it stands, and gives what it says."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from rrfp.program.hint_rows import stage_rows
 from rrfp.program.traced import sketch
 from rrfp.program.training import training_dag
 
-PAGE = (Path(__file__).parents[2] / "docs/program.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/programs.md").read_text()
 
 
 def test_the_tutorial_runs_and_its_dualpipev_is_dualpipev(capsys):
