@@ -27,6 +27,7 @@ from rrfp.megatron.split_backward import chunks_of, is_prepared
 from rrfp.mode import mode_name
 from rrfp.policy import Policy
 from rrfp.scheduler.arbiter import MOST_UNSENT, Scheduler
+from rrfp.scheduler.limits import holding
 
 
 def make_forward_backward(options: Options, *, original: Callable, interleaved: bool = False) -> Callable:
@@ -212,7 +213,9 @@ def _say_limits(runtime: Runtime, policy: Policy, limit: str, context: StepConte
         if frozen:
             _say_once(f"[rrfp] stage{'s 0 to' if frozen > 1 else ''} {frozen - 1} {'are' if frozen > 1 else 'is'} frozen: forwards only, no activation "
                       "is held and no gradient is sent there")
-        own, theirs = (" ".join(map(str, p.limits(runtime.placement, microbatches))) for p in (policy, Policy(limit="1f1b")))
+        holds = holding(runtime.placement, frozen)
+        own = " ".join(str(number if held else 0) for number, held in zip(policy.limits(runtime.placement, microbatches), holds, strict=True))
+        theirs = " ".join(map(str, Policy(limit="1f1b").limits(runtime.placement, microbatches)))
         _say_once(
             f"[rrfp] hint {policy.describe(runtime.placement, microbatches)}, mode {policy.mode}, limit {limit}, order {policy.order}; most activations in flight per stage "
             f"with {microbatches} microbatches: {own} (Megatron's 1F1B: {theirs})")

@@ -21,7 +21,7 @@ from rrfp.errors import ConfigurationError
 from rrfp.megatron.memory import Meter, device
 from rrfp.megatron.options import Options
 from rrfp.policy import Policy
-from rrfp.scheduler.limits import gibibytes, is_measured, listed
+from rrfp.scheduler.limits import gibibytes, holding, is_measured, listed
 from rrfp.simulate.measured import costs_of
 from rrfp.simulate.memory import Choice, Room, choose, fitting, within
 from rrfp.trace.files import assemble
@@ -147,9 +147,12 @@ class MeasuredLimits:
         if _speaks(groups):
             traces = _gathered(runtime.recorder.kept, pp_group)
             if runtime.rank == 0:
-                rooms = None if not all(there for _, there, *_ in everyone) else [Room(-least, idle) for _, _, least, idle in everyone]
+                rooms = None
+                if all(there for _, there, *_ in everyone):
+                    holds = holding(runtime.placement, runtime.frozen_stages)
+                    rooms = [Room(-least if held else 0.0, idle) for held, (_, _, least, idle) in zip(holds, everyone, strict=True)]
                 given = gibibytes(case.policy.limit)
-                answer = _within(case, runtime.placement, rooms) if given else self._auto(case, runtime, rooms, traces)
+                answer = _within(case, runtime, rooms) if given else self._auto(case, runtime, rooms, traces)
         limits, line = _told(answer, groups, pp_group, runtime.rank)
         if limits is None:
             raise ConfigurationError(line)
@@ -176,21 +179,22 @@ class MeasuredLimits:
         """The limits for `auto`, and the line that says why."""
         placement = runtime.placement
         own, start = case.base.limits(placement, case.microbatches), f"limit auto with {case.microbatches} microbatches"
-        stays = f"{start}: stays at Megatron's 1F1B, {_counts(own)} activations in flight per stage"
+        holds = holding(placement, runtime.frozen_stages)
+        stays = f"{start}: stays at Megatron's 1F1B, {_counts(own, holds)} activations in flight per stage"
         if rooms is None:
             return own, f"{stays}: what one holds can't be measured on every rank"
-        if runtime.frozen_stages:
-            return own, f"{stays}: what more would bring is not simulated where the first stages are frozen"
+        if not any(holds):
+            return own, f"{stays}: no stage trains"
         most = fitting(placement, case.microbatches, rooms)
         if most == own:
-            rank = min(range(placement.ranks), key=lambda rank: rooms[rank].idle / max(rooms[rank].activation, 1))
+            rank = min((rank for rank, held in enumerate(holds) if held), key=lambda rank: rooms[rank].idle / max(rooms[rank].activation, 1))
             return own, (f"{stays}: rank {rank} has {_size(max(0.0, rooms[rank].idle))} idle below --rrfp-memory-fraction {self._fraction:g}, and "
                          f"one more holds {_size(rooms[rank].activation)}")
         try:
             choice = choose(case.base, costs_of(assemble(dict(enumerate(traces)))), most, seconds=_SECONDS)
         except ConfigurationError as error:
             return own, f"{stays}: what more would bring can't be simulated ({error})"
-        return list(choice.limits), _chosen(start, choice, own, most, rooms)
+        return list(choice.limits), _chosen(start, choice, own, most, rooms, holds)
 
 
 def describe_limit(asked: Policy, policy: Policy) -> str | None:
@@ -207,12 +211,13 @@ def _is_control(policy: Policy) -> bool:
     return policy.mode == "strict" and policy.limit == "auto"
 
 
-def _within(case: _Case, placement, rooms: list[Room] | None) -> tuple[list[int] | None, str]:
+def _within(case: _Case, runtime, rooms: list[Room] | None) -> tuple[list[int] | None, str]:
     """The limits for `memory:<GiB>`, and the line that says why; no limits: why it is refused."""
     limit, memory = case.policy.limit, gibibytes(case.policy.limit) * GIB
     if rooms is None:
         return None, f"--rrfp-limit {limit}: what an activation holds can't be measured on every rank; use a number of activations"
-    held = [room.activation for room in rooms]
+    placement, held = runtime.placement, [room.activation for room in rooms]
+    holds = holding(placement, runtime.frozen_stages)
     own, limits = case.base.limits(placement, case.microbatches), within(placement, case.microbatches, held, memory)
     needs = max(number * one for number, one in zip(own, held, strict=True))
     try:
@@ -225,16 +230,16 @@ def _within(case: _Case, placement, rooms: list[Room] | None) -> tuple[list[int]
     fewer = ""
     if any(number < one for number, one in zip(limits, own, strict=True)):
         fewer = f", which needs {_size(needs)}: with fewer a call is slower"
-    return limits, (f"limit {limit} with {case.microbatches} microbatches: {_counts(limits)} activations in flight per stage (Megatron's 1F1B: "
-                    f"{_counts(own)}{fewer}); one holds up to {_size(max(held))}")
+    return limits, (f"limit {limit} with {case.microbatches} microbatches: {_counts(limits, holds)} activations in flight per stage "
+                    f"(Megatron's 1F1B: {_counts(own)}{fewer}); one holds up to {_size(max(held))}")
 
 
-def _chosen(start: str, choice: Choice, own: Sequence[int], most: Sequence[int], rooms: Sequence[Room]) -> str:
+def _chosen(start: str, choice: Choice, own: Sequence[int], most: Sequence[int], rooms: Sequence[Room], holds: Sequence[bool]) -> str:
     """The line for `auto`."""
     gain = f"{choice.before / choice.seconds:.2f} times as fast in simulation" if list(choice.limits) != list(own) else "more would not help"
     part = "" if choice.whole else f", of {choice.tried} limits that {_SECONDS:g} s were enough for"
-    return (f"{start}: {_counts(choice.limits)} activations in flight per stage (Megatron's 1F1B: {_counts(own)}; memory takes {_counts(most)}): "
-            f"{gain}{part}; one holds up to {_size(max(room.activation for room in rooms))}")
+    return (f"{start}: {_counts(choice.limits, holds)} activations in flight per stage (Megatron's 1F1B: {_counts(own)}; memory takes "
+            f"{_counts(most, holds)}): {gain}{part}; one holds up to {_size(max(room.activation for room in rooms))}")
 
 
 def _least(mine: list[float], groups, pp_group) -> list[list[float]]:
@@ -301,8 +306,9 @@ def _global(group, rank: int) -> int:
     return torch.distributed.get_global_rank(group, rank)
 
 
-def _counts(numbers: Sequence[int]) -> str:
-    return " ".join(map(str, numbers))
+def _counts(numbers: Sequence[int], holds: Sequence[bool] | None = None) -> str:
+    """holds: which ranks hold anything; the others' numbers are 0."""
+    return " ".join(str(number if held else 0) for number, held in zip(numbers, holds or [True] * len(numbers), strict=True))
 
 
 def _size(size: float) -> str:

@@ -4,6 +4,7 @@ import argparse
 import copy
 from collections.abc import Sequence
 
+from rrfp.balance.shapes import Attention, Feedforward, Shape
 from rrfp.errors import ConfigurationError
 from rrfp.multimodal.costs import Load, Model, Tower, balanced_layout
 from rrfp.multimodal.layout import OPTION, Layout, parse
@@ -67,8 +68,8 @@ def with_layout(argv: Sequence[str]) -> list[str]:
         parser.add_argument(option, type=int, required=True)
     for option in ("--ffn-hidden-size", "--num-query-groups", "--kv-channels", "--vocab-size"):
         parser.add_argument(option, type=int, default=None)
-    parser.add_argument("--swiglu", action="store_true")
-    parser.add_argument("--untie-embeddings-and-output-weights", action="store_true")
+    for option in ("--swiglu", "--group-query-attention"):
+        parser.add_argument(option, action="store_true")
     args, _ = parser.parse_known_args(argv)
     args.ffn_hidden_size = args.ffn_hidden_size or 4 * args.hidden_size
     args.padded_vocab_size = args.vocab_size or 128
@@ -83,12 +84,15 @@ def layout_of(args: argparse.Namespace) -> Layout:
 
 def model_of(args: argparse.Namespace) -> Model:
     """The model's sizes, for what depends on costs."""
-    vit = Tower(layers=args.vit_num_layers, hidden=args.vit_hidden_size, heads=args.vit_num_attention_heads,
-                ffn=args.vit_ffn_hidden_size or 4 * args.vit_hidden_size)
-    llm = Tower(layers=args.num_layers, hidden=args.hidden_size, heads=args.num_attention_heads, ffn=args.ffn_hidden_size,
-                groups=args.num_query_groups, channels=args.kv_channels, gated=args.swiglu, causal=True)
-    return Model(vit=vit, llm=llm, vocabulary=args.padded_vocab_size, patch=args.vit_channels * args.vit_patch**2, grid=args.vit_grid,
-                 tied=not args.untie_embeddings_and_output_weights)
+    heads, hidden = args.vit_num_attention_heads, args.vit_hidden_size
+    vit = Shape(hidden=hidden, attention=Attention(heads=heads, groups=heads, head=hidden // heads, causal=False),
+                feedforward=Feedforward(width=args.vit_ffn_hidden_size or 4 * hidden))
+    heads, hidden = args.num_attention_heads, args.hidden_size
+    groups = args.num_query_groups if args.group_query_attention else heads  # Megatron's default is 1, and means nothing without that flag
+    llm = Shape(hidden=hidden, attention=Attention(heads=heads, groups=groups, head=args.kv_channels or hidden // heads),
+                feedforward=Feedforward(width=args.ffn_hidden_size, gated=args.swiglu))
+    return Model(vit=Tower(args.vit_num_layers, vit), llm=Tower(args.num_layers, llm), vocabulary=args.padded_vocab_size,
+                 patch=args.vit_channels * args.vit_patch**2)
 
 
 def check(args: argparse.Namespace) -> None:

@@ -4,7 +4,7 @@ as its operations say."""
 from megatron.core import parallel_state
 
 from rrfp.errors import ConfigurationError
-from rrfp.multimodal.costs import Model, stage_flops
+from rrfp.multimodal.costs import Model, stage_operations
 from rrfp.multimodal.layout import Layout
 from rrfp.multimodal.loader import Microbatches
 from rrfp.policy import HintContext
@@ -38,7 +38,7 @@ def known_costs(context: HintContext) -> list[list]:
         # Before there is data the list is only checked: any costs will do.
         return rows_for(context, [[1.0] * context.placement.stages] * context.microbatches)
     training, model, layout = _provided
-    costs = [stage_flops(model, layout, load) for load in training.upcoming(context.microbatches)]
+    costs = [stage_operations(model, layout, load) for load in training.upcoming(context.microbatches)]
     return rows_for(context, costs)
 
 

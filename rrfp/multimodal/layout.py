@@ -8,7 +8,9 @@ the LLM begins, before its first `t` or at an `E`; the loss ends the last stage 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
+from rrfp.balance.layout import best_cuts
 from rrfp.errors import ConfigurationError
 
 OPTION = "--vlm-layout"
@@ -102,7 +104,7 @@ def parse(text: str, *, ranks: int = 1, vit_layers: int | None = None, llm_layer
 
 
 def balanced(*, stages: int, vit_layers: int, llm_layers: int, vit_cost: float = 1.0, llm_cost: float = 1.0, head_cost: float = 0.0) -> Layout:
-    """The layout whose costliest stage is cheapest, and among those the one with the costliest stages latest.
+    """The layout whose costliest stage is cheapest, and among those the most even one (`best_cuts`).
 
     Args:
         stages: S.
@@ -114,22 +116,10 @@ def balanced(*, stages: int, vit_layers: int, llm_layers: int, vit_cost: float =
     costs = [vit_cost] * vit_layers + [llm_cost] * llm_layers
     if len(costs) < stages:
         _refuse("", f"{vit_layers} + {llm_layers} layers can't fill {stages} stages; use fewer, or write the layout", value="balanced")
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-
-    def cost_of(begin: int, end: int) -> float:
-        return sums[end] - sums[begin] + (head_cost if end == len(costs) else 0.0)
-
-    best = {end: (cost_of(0, end), [0]) for end in range(1, len(costs) + 1)}
-    for stage in range(1, stages):
-        best = {
-            end: min(((max(best[begin][0], cost_of(begin, end)), [*best[begin][1], begin]) for begin in range(stage, end)), key=lambda one: one[0])
-            for end in range(stage + 1, len(costs) + 1)}
-    begins = best[len(costs)][1]
-    ends = [*begins[1:], len(costs)]
-    vit = tuple(max(0, min(end, vit_layers) - begin) for begin, end in zip(begins, ends, strict=True))
-    llm = tuple(end - begin - v for begin, end, v in zip(begins, ends, vit, strict=True))
+    costs[-1] += head_cost
+    ends = list(accumulate(best_cuts(costs, stages), initial=0))
+    vit = tuple(min(end, vit_layers) - min(begin, vit_layers) for begin, end in pairwise(ends))
+    llm = tuple(end - begin - v for (begin, end), v in zip(pairwise(ends), vit, strict=True))
     return Layout(vit, llm, next(stage for stage, layers in enumerate(llm) if layers))
 
 

@@ -66,7 +66,7 @@ def fed(batches: Iterator[dict], *, by_size: bool, model: Model, microbatches: i
 def _operations(model: Model) -> Callable[[dict], float]:
     def operations(batch: dict) -> float:
         load = batch["load"]
-        head = 2.0 * model.vocabulary * model.llm.hidden * sum(load.tokens)
-        return model.vit.layers * model.vit.layer_flops(load.patches) + model.llm.layers * model.llm.layer_flops(load.tokens) + head
+        layers = model.vit.layers * model.vit.layer_operations(load.patches) + model.llm.layers * model.llm.layer_operations(load.tokens)
+        return layers + model.output_operations(sum(load.tokens))
 
     return operations

@@ -31,7 +31,7 @@ class WhatIf:
 
     @classmethod
     def of(cls, timeline: Timeline, graph: Graph) -> "WhatIf | None":
-        """None where the call cannot be simulated: an evaluation, frozen stages, missing ranks, an unknown way of running..."""
+        """None where the call cannot be simulated: an evaluation, missing ranks, an unknown way of running..."""
         if sum(len(row) for row in graph.rows.values()) > LARGEST:
             return None
         try:

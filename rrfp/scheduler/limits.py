@@ -56,6 +56,11 @@ def descending(limits: Sequence[int]) -> list[int]:
     return [min(limits[: rank + 1]) for rank in range(len(limits))]
 
 
+def holding(placement: Placement, first_trainable: int) -> list[bool]:
+    """By rank, whether it holds activations: not where all its stages are frozen, that is, come before the first that trains."""
+    return [any(stage >= first_trainable for stage in placement.stages_of(rank)) for rank in range(placement.ranks)]
+
+
 def is_measured(text: str) -> bool:
     """Whether the limit depends on what an activation turns out to hold: `auto`, `memory:<GiB>`. Until that is known it is `1f1b`."""
     return text == "auto" or text.startswith("memory:")

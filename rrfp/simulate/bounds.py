@@ -32,7 +32,8 @@ def lower_bound(costs: Costs, *, split: bool) -> Bound:
     """Seconds that no schedule of one training call can beat.
 
     Fill: a rank's first action is a forward of its first stage, so it starts no earlier than the earliest microbatch arrives there.
-    Drain: its last B has to be followed by that microbatch's B on every stage below. Message delays count in both.
+    Drain: its last B has to be followed by that microbatch's B on every stage below that trains. Message delays count in both. A frozen
+    stage has forwards only, each followed by the rest of its microbatch's way.
 
     Args:
         split: the backward runs as I and W. Then only the last I has a drain (I down the chain, then a W); W itself has none.
@@ -45,8 +46,8 @@ def lower_bound(costs: Costs, *, split: bool) -> Bound:
         fill = windows.head["F"][stages].min()
         # Any set of its actions is a bound: earliest start, their sum, the least that has to follow. With W, and without.
         for count in range(2, len(windows.kinds) + 1):
-            work = sum(windows.duration[kind][stages].sum() for kind in windows.kinds[:count])
-            drain = min(windows.tail[kind][stages].min() for kind in windows.kinds[:count])
+            work = sum(actions.sum() for actions in windows.of(windows.duration, stages, windows.kinds[:count]))
+            drain = min(actions.min() for actions in windows.of(windows.tail, stages, windows.kinds[:count]))
             stage = max(stage, fill + work + drain)
     chain = (windows.head["F"] + windows.duration["F"] + windows.tail["F"]).max()
     return Bound(float(stage), float(chain))
@@ -82,7 +83,7 @@ def tight_bound(costs: Costs, *, split: bool, limits: Sequence[int], order: str 
     longest = max(float((head[kind] + duration[kind] + tail[kind]).max()) for kind in kinds)
     for rank in range(costs.placement.ranks):
         stages = list(costs.placement.stages_of(rank))
-        jobs = [np.concatenate([of[kind][stages].ravel() for kind in kinds]).tolist() for of in (head, duration, tail)]
+        jobs = [np.concatenate([actions.ravel() for actions in windows.of(table, stages, kinds)]).tolist() for table in (head, duration, tail)]
         longest = max(longest, _preemptive(*jobs))
     return max(longest, lower_bound(costs, split=split).seconds)
 
@@ -93,15 +94,20 @@ class _Windows:
     head: seconds from the begin of the call before which the action cannot start.
     tail: seconds that pass at least between its end and the end of the call.
 
-    Without limits they follow from data and delays alone.
+    Without limits they follow from data and delays alone. What a stage doesn't have takes no time: a frozen one's backwards, which stand in
+    the arrays and nowhere else; a W where I leaves nothing for it, which then ends with I.
     """
 
     def __init__(self, costs: Costs, *, split: bool, limits: Sequence[int] | None = None, order: str = "free"):
         self.kinds = "FIW" if split else "FB"
         shape = self.stages, self.microbatches = costs.stages, costs.microbatches
+        self._first, weightless = costs.first_trainable, costs.weightless
 
         def array(table, kind: str) -> np.ndarray:
-            return np.array([table[kind, s, m] for s in range(shape[0]) for m in range(shape[1])], float).reshape(shape)
+            absent = weightless if kind == "W" else ()
+            begin = self._first if table is costs.durations and kind != "F" else 0
+            return np.array([0.0 if s < begin or s in absent else table[kind, s, m] for s in range(shape[0]) for m in range(shape[1])],
+                            float).reshape(shape)
 
         self.duration = {kind: array(costs.durations, kind) for kind in self.kinds}
         self.head = {kind: np.zeros(shape) for kind in self.kinds}
@@ -112,7 +118,14 @@ class _Windows:
         self._late_b = array(costs.delays, "B")[:-1] * apart  # [s]: from stage s + 1 to s
         self._ordered = limits is not None and order != "free"
         self._starts = limits is not None and order == "free"
-        self._limit = [min(limits[rank], self.microbatches) for rank in owners] if self._ordered else []
+        self._limit = []
+        if self._ordered:  # a frozen stage holds nothing that a limit could count
+            self._limit = [min(limits[rank], self.microbatches) if s >= self._first else self.microbatches for s, rank in enumerate(owners)]
+
+    def of(self, table: dict[str, np.ndarray], stages: Sequence[int], kinds: str) -> list[np.ndarray]:
+        """What `table` says of the actions that these stages have: by kind, where there are any, an array of (stage, microbatch)."""
+        own = [(kind, [s for s in stages if kind == "F" or s >= self._first]) for kind in kinds]
+        return [table[kind][those] for kind, those in own if those]
 
     def total(self) -> float:
         return sum(float(side[kind].sum()) for side in (self.head, self.tail) for kind in self.kinds)
@@ -144,7 +157,7 @@ class _Windows:
             forward[:] = up
             down, gave = np.maximum(backward, forward + self.duration["F"][:, m]).tolist(), self.duration[back][:, m].tolist()
             late = self._late_b[:, m].tolist()
-            for s in range(stages - 2, -1, -1):
+            for s in range(stages - 2, self._first - 1, -1):
                 down[s] = max(down[s], down[s + 1] + gave[s + 1] + late[s])
             backward[:] = down
             if last == "W":
@@ -166,7 +179,7 @@ class _Windows:
                 np.maximum(backward, self.tail["W"][:, m] + self.duration["W"][:, m], out=backward)
             down, gave = backward.tolist(), self.duration[back][:, m].tolist()
             late = self._late_b[:, m].tolist()
-            for s in range(1, stages):
+            for s in range(self._first + 1, stages):
                 down[s] = max(down[s], down[s - 1] + gave[s - 1] + late[s - 1])
             backward[:] = down
             up, took = np.maximum(forward, backward + self.duration[back][:, m]).tolist(), self.duration["F"][:, m].tolist()
@@ -181,8 +194,8 @@ class _Windows:
         In microbatch order the actions before F m are F 0..m-1 and all that was done to microbatches 0..m-limit, those before B m are
         F 0..m, B 0..m-1, and so on; seen from the end it is the same with the kinds reversed.
         """
-        kinds = self.kinds
         for s, limit in enumerate(self._limit):
+            kinds = self.kinds if s >= self._first else "F"
             _push([self.head[k][s] for k in kinds], [self.duration[k][s] for k in kinds], limit)
             ends = [self.tail[k][s][::-1] for k in reversed(kinds)]
             _push(ends, [self.duration[k][s][::-1] for k in reversed(kinds)], limit)

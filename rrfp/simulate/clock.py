@@ -2,7 +2,8 @@
 
 import gc
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -11,7 +12,10 @@ from typing import NamedTuple
 from rrfp.action import Action, Edge
 from rrfp.errors import RRFPError
 from rrfp.placement import Placement
-from rrfp.scheduler.arbiter import Scheduler
+from rrfp.scheduler.arbiter import MOST_UNSENT, Scheduler
+
+CREDITS = 4
+"""Messages of one edge that may be under way or not consumed yet: the transport's default."""
 
 
 class Deadlock(RRFPError):
@@ -54,6 +58,9 @@ def drive(
 ) -> Result:
     """Run the schedulers of all ranks to the end.
 
+    Where a scheduler counts what has not left (`Scheduler.bound_unsent`), its messages leave as the transport lets them: an edge has
+    `CREDITS`, and one comes back when the receiver launches what the message is for. Elsewhere limits bound them, and they leave at once.
+
     Args:
         schedulers: one per rank, fresh.
         duration: how long an action takes.
@@ -79,6 +86,8 @@ def drive(
     busy = [False] * len(schedulers)
     timer: list[float | None] = [None] * len(schedulers)
     lane_free: dict[tuple[Edge, int], float] = {}
+    unsent: dict[Edge, deque[tuple[int, Action]]] = {}  # of the edges whose sender counts: who has messages that have not left
+    under_way: Counter[tuple[Edge, int]] = Counter()  # by edge and receiver: left, and not consumed
     decided: list[Action | None] = [None] * len(schedulers)
     spans: dict[Action, Span] = {}
     rows: list[list[Action]] = [[] for _ in schedulers]
@@ -86,15 +95,30 @@ def drive(
     def finish(rank: int, action: Action, now: float) -> None:
         scheduler, busy[rank] = schedulers[rank], False
         scheduler.completed(action, now)
-        for edge in scheduler.task(action).sends:
+        task = scheduler.task(action)
+        for edge in task.sends:
             if edge not in receivers:
                 continue  # nobody waits for it
-            lane = edge, action.microbatch % lanes if lanes > 1 else 0
-            # A lane is FIFO: a message is never there before the one that left before it.
-            arrival = now if delay is None else now + delay(edge, action)
-            lane_free[lane] = arrival = max(arrival, lane_free.get(lane, 0.0))
-            for receiver in receivers[edge]:
-                push(events, (arrival, next(serial), receiver, schedulers[receiver].arrived, (edge, action.microbatch)))
+            if scheduler.counts_unsent(task):
+                unsent.setdefault(edge, deque()).append((rank, action))
+                send(edge, now)
+            else:
+                leave(edge, action, now)
+
+    def send(edge: Edge, now: float) -> None:
+        while unsent[edge] and all(under_way[edge, receiver] < CREDITS for receiver in receivers[edge]):
+            rank, action = unsent[edge].popleft()
+            under_way.update((edge, receiver) for receiver in receivers[edge])
+            push(events, (now, next(serial), rank, schedulers[rank].left, (edge,)))
+            leave(edge, action, now)
+
+    def leave(edge: Edge, action: Action, now: float) -> None:
+        lane = edge, action.microbatch % lanes if lanes > 1 else 0
+        # A lane is FIFO: a message is never there before the one that left before it.
+        arrival = now if delay is None else now + delay(edge, action)
+        lane_free[lane] = arrival = max(arrival, lane_free.get(lane, 0.0))
+        for receiver in receivers[edge]:
+            push(events, (arrival, next(serial), receiver, schedulers[receiver].arrived, (edge, action.microbatch)))
 
     def start(rank: int, action: Action, now: float) -> None:
         scheduler, busy[rank] = schedulers[rank], True
@@ -105,9 +129,14 @@ def drive(
         end = now + duration(action)
         spans[action] = Span(now, end)
         push(events, (end, next(serial), rank, finish, (rank, action, end)))
+        task = scheduler.task(action)
+        for edge in task.arrivals if unsent else ():
+            if edge in unsent:
+                under_way[edge, rank] -= 1
+                send(edge, now)
         if not announce:
             return
-        for edge in scheduler.task(action).sends:
+        for edge in task.sends:
             for receiver in receivers.get(edge, ()):
                 news = edge, action.microbatch, now, scheduler.duration_of(action.kind)
                 if announce_delay:
@@ -166,6 +195,8 @@ def simulate(
     lanes: int | None = None,
     announce_delay: float = 0.0,
     forward_only: bool = False,
+    first_trainable: int = 0,
+    weightless: Collection[int] = (),
     decision: float = 0.0,
     decide_ahead: bool = False,
 ) -> Result:
@@ -176,13 +207,18 @@ def simulate(
         durations: by (kind, stage, microbatch), as `rrfp.simulate.scenarios.draw` gives them.
         delays: by (kind, stage, microbatch) of the action that the message makes ready, kind F or B; B serves I too.
         lanes: default: the policy's.
+        first_trainable, weightless: as `Policy.scheduler`'s, the second of all ranks.
         decision, decide_ahead: as `drive`'s.
     """
     def delay(edge: Edge, action: Action) -> float:
         return delays["F" if action.kind == "F" else "B", edge.destination, action.microbatch]
 
     with _no_garbage():
-        schedulers = [policy.scheduler(placement, r, microbatches, forward_only=forward_only) for r in range(placement.ranks)]
+        schedulers = [policy.scheduler(placement, r, microbatches, forward_only=forward_only, first_trainable=first_trainable, weightless=weightless)
+                      for r in range(placement.ranks)]
+        for scheduler in schedulers:
+            if forward_only or min(scheduler.dependencies.stages) < first_trainable:
+                scheduler.bound_unsent(MOST_UNSENT)  # as in training: nothing else holds forwards that hold no activation
         # An action is the key (kind, stage, microbatch).
         return drive(schedulers, durations.__getitem__, delay if delays else None, lanes=lanes or policy.lanes,
                      announce=schedulers[0].announces, announce_delay=announce_delay,

@@ -52,7 +52,7 @@ class Way:
             check_modelled(costs)
 
     def limits(self, costs: Costs) -> list[int]:
-        return (self.policy or parse_mode(BASELINE)).limits(costs.placement, costs.microbatches)
+        return costs.limits(self.policy or parse_mode(BASELINE))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from statistics import fmean
 from rrfp.errors import ConfigurationError
 from rrfp.placement import Placement
 from rrfp.policy import Policy
+from rrfp.scheduler.limits import holding
 from rrfp.scheduler.lists.names import PUBLISHED, check_placement
 from rrfp.simulate.clock import Result, simulate
 from rrfp.simulate.scenarios import Draws, check_scenario, draw
@@ -21,7 +22,8 @@ class Costs:
         stages: S, counted along the model: ranks x chunks.
         chunks: stages per rank.
         microbatches: M.
-        durations: seconds by (kind, stage, microbatch): F, B and, where a split backward is known, I and W.
+        durations: seconds by (kind, stage, microbatch): F, B and, where a split backward is known, I and W. Stages at the start that have F only
+            are frozen (`first_trainable`); a stage that has I and no W leaves nothing for one.
         delays: seconds by (kind, stage, microbatch), kind F or B (for I too), of the message that makes the action ready at `stage`.
         seconds: how long the measured call took, if it was measured.
         mode: what it ran under (`rrfp.mode`), if known.
@@ -42,9 +44,24 @@ class Costs:
         return LAYOUTS[self.layout](self.stages // self.chunks, self.chunks)
 
     @property
+    def first_trainable(self) -> int:
+        """The first stage with a backward. Those before it are frozen: they run forwards only and hold no activation."""
+        return next((s for s in range(self.stages) if ("B", s, 0) in self.durations or ("I", s, 0) in self.durations), self.stages)
+
+    @property
+    def weightless(self) -> list[int]:
+        """Stages whose I leaves nothing for a W: none of their weights that could wait is trained."""
+        return [s for s in range(self.stages) if ("I", s, 0) in self.durations and ("W", s, 0) not in self.durations]
+
+    @property
     def splits(self) -> bool:
         """Whether I and W are known, so that a split backward can be simulated."""
-        return ("I", 0, 0) in self.durations and ("W", 0, 0) in self.durations
+        return ("I", self.stages - 1, 0) in self.durations
+
+    def limits(self, policy: Policy) -> list[int]:
+        """Most activations that each rank can hold under `policy`: none where all its stages are frozen."""
+        limits, holds = policy.limits(self.placement, self.microbatches), holding(self.placement, self.first_trainable)
+        return [limit if held else 0 for limit, held in zip(limits, holds, strict=True)]
 
     def check(self, policy: Policy) -> None:
         """Raises ConfigurationError if the policy's list is for another placement, or it splits the backward and these costs know no I and W."""
@@ -65,8 +82,8 @@ class Costs:
             ConfigurationError: as `check` does.
         """
         self.check(policy)
-        return simulate(policy, self.placement, self.microbatches, self.durations, self.delays, lanes=lanes,
-                        announce_delay=announce_delay)
+        return simulate(policy, self.placement, self.microbatches, self.durations, self.delays, lanes=lanes, announce_delay=announce_delay,
+                        first_trainable=self.first_trainable, weightless=self.weightless)
 
 
 def from_scenario(name: str, *, stages: int, microbatches: int, unit: float, seed: int, chunks: int = 1,

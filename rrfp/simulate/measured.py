@@ -15,11 +15,10 @@ from statistics import median
 from rrfp.action import Action, Edge
 from rrfp.errors import ConfigurationError
 from rrfp.placement import Placement
+from rrfp.simulate.clock import CREDITS
 from rrfp.simulate.costs import Costs
 from rrfp.trace.files import Call, Message, Timeline, read
 
-CREDITS = 4
-"""Messages of one edge that may be under way or not consumed yet: the transport's default."""
 _BASELINES = ("megatron-", "torch-")
 """Modes whose messages are received by a call that waits, on the compute path."""
 
@@ -45,7 +44,8 @@ def costs_of(timeline: Timeline, *, call: int | None = None, calls: Sequence[int
 
     The engine's time between actions (its median) is part of the actions' durations, and the time in which an arrival wakes it
     part of the messages' delays. What a call spends before its first action and after its last counts on the first forward of stage
-    0, which every policy runs first. `seconds` is the measured time, from the first rank's begin to the last rank's end.
+    0, which every policy runs first. `seconds` is the measured time, from the first rank's begin to the last rank's end. Stages at the
+    start that ran forwards only are frozen, there and in what is simulated.
 
     Raises:
         ConfigurationError: if a rank is missing, a call is not a complete training call, or its stages are not placed as Megatron does.
@@ -54,13 +54,13 @@ def costs_of(timeline: Timeline, *, call: int | None = None, calls: Sequence[int
     numbers = calls or [timeline.typical_call() if call is None else call]
     measured = [_measure(timeline, number, placement) for number in numbers]
     modes = {each.mode for each in measured}
-    if len({(each.microbatches, each.split) for each in measured}) > 1:
+    if any((each.microbatches, each.durations.keys()) != (measured[0].microbatches, measured[0].durations.keys()) for each in measured):
         raise ConfigurationError(f"calls {', '.join(map(str, numbers))} do not run the same actions; name calls that do")
     gap = median([gap for each in measured for gap in each.gaps] or [0.0])
     wake = max(0.0, median([gap for each in measured for gap in each.wakes] or [gap]) - gap)
     durations = {key: _median(each.durations[key] for each in measured) + gap for key in measured[0].durations}
     if measured[0].split:
-        durations |= {("B", s, m): taken + durations["W", s, m] - gap for (kind, s, m), taken in durations.items() if kind == "I"}
+        durations |= {("B", s, m): taken + durations.get(("W", s, m), gap) - gap for (kind, s, m), taken in durations.items() if kind == "I"}
     durations["F", 0, 0] += max(0.0, _median(each.around for each in measured) - gap)
     delays = _delays(measured, placement, wake)
     return Costs(placement.stages, placement.stages // placement.ranks, measured[0].microbatches, durations, delays,
@@ -136,6 +136,9 @@ def _measure(timeline: Timeline, number: int, placement: Placement) -> _Measured
             edges.setdefault(message.edge, []).append(message)
         for edge, messages in edges.items():
             kind = "F" if edge.source < edge.destination else backward
+            if (kind, edge.destination, 0) not in measured.durations:
+                raise ConfigurationError(f"call {number}: stage {edge.destination} got gradients and ran no backward: the trace lacks some of what "
+                                         "it did; name another call")
             arrived |= {Action(kind, edge.destination, message.microbatch): message.time for message in messages}
             _add_messages(measured, kind, edge, messages, ran, previous, call)
     for call in calls.values():
@@ -212,12 +215,18 @@ def _check(calls: dict[int, Call], number: int, placement: Placement) -> None:
 
 def _check_actions(measured: _Measured, number: int, placement: Placement) -> None:
     kinds = ("F", "I", "W") if measured.split else ("F", "B")
+    ran = {(kind, s) for kind, s, _ in measured.durations}
+    first = min((s for kind, s in ran if kind in ("B", "I")), default=None)
+    if first is None:
+        raise ConfigurationError(f"call {number} ran no backward: every stage is frozen, and nothing is to be chosen; name another call")
     for s in range(placement.stages):
-        for m in range(measured.microbatches):
-            for kind in kinds:
+        for kind in kinds:
+            if kind != "F" and s < first or kind == "W" and (kind, s) not in ran:
+                continue  # frozen; or nothing of its I waits
+            for m in range(measured.microbatches):
                 if (kind, s, m) not in measured.durations:
-                    raise ConfigurationError(f"call {number} did not run {Action(kind, s, m)}: only calls in which every stage runs "
-                                             f"{', '.join(kinds)} of every microbatch can be simulated (no frozen stages)")
+                    raise ConfigurationError(f"call {number} did not run {Action(kind, s, m)}: only calls in which every stage, apart from frozen "
+                                             f"ones at the start, runs {', '.join(kinds)} of every microbatch can be simulated")
 
 
 def _median(values: Iterable[float]) -> float:

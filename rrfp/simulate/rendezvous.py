@@ -31,9 +31,12 @@ class _Exchange(NamedTuple):
 
 
 def check_modelled(costs: Costs) -> None:
-    """Raises ConfigurationError with several chunks per rank."""
+    """Raises ConfigurationError with several chunks per rank, or frozen stages."""
     if costs.chunks > 1:
         raise ConfigurationError(f"megatron-1f1b, {costs.chunks} chunks: only Megatron's schedule for one chunk per rank is modelled;"
+                                 " use strict:1f1b:1f1b")
+    if costs.first_trainable:
+        raise ConfigurationError("megatron-1f1b, frozen stages: Megatron's own schedule runs backwards there too, and these costs know none;"
                                  " use strict:1f1b:1f1b")
 
 

@@ -82,7 +82,7 @@ def search(
         leader = min(found, key=_rank, default=None)
         if leader is not None and within and leader.seconds <= min(bounds) * (1 + within):
             break
-        held = sum(group[0].limits(draws[0].placement, draws[0].microbatches))
+        held = sum(draws[0].limits(group[0]))
         if leader is not None and (round(bound, 9), held) >= _rank(leader)[:2]:
             continue
         found += [_try(policy, draws, bound) for policy in group]
@@ -109,7 +109,7 @@ def render(candidates: Sequence[Candidate], *, most: int = 12) -> str:
 
 def _groups(costs: Costs, memory, total, hints, limits, mode, split, lanes, order) -> Iterator[list[Policy]]:
     """Policies that share limits and split, in order of memory."""
-    placement, microbatches = costs.placement, costs.microbatches
+    placement = costs.placement
     allowed = [memory] * placement.ranks if isinstance(memory, int) else list(memory)
     if len(allowed) != placement.ranks:
         raise ConfigurationError(f"search under {_memory(memory, total)}: {len(allowed)} numbers for {placement.ranks} ranks; give one "
@@ -127,7 +127,7 @@ def _groups(costs: Costs, memory, total, hints, limits, mode, split, lanes, orde
                 if hint in SPLIT_ONLY and not way:
                     continue
                 policy = Policy(hint=hint, mode=mode, limit=limit, order=order, lanes=lanes, split=way)
-                held = tuple(policy.limits(placement, microbatches))
+                held = tuple(costs.limits(policy))
                 if any(most > bound for most, bound in zip(held, allowed, strict=True)) or sum(held) > (total or sum(held)):
                     continue
                 if _runs(policy, costs) and all(other.hint != hint for other in groups.get((held, way), ())):
@@ -145,14 +145,13 @@ def _runs(policy: Policy, costs: Costs) -> bool:
 
 
 def _bound(costs: Costs, policy: Policy, order: str) -> float:
-    limits = policy.limits(costs.placement, costs.microbatches)
-    return max(lower_bound(costs, split=policy.split).seconds, tight_bound(costs, split=policy.split, limits=limits, order=order))
+    return max(lower_bound(costs, split=policy.split).seconds, tight_bound(costs, split=policy.split, limits=costs.limits(policy), order=order))
 
 
 def _try(policy: Policy, draws: Sequence[Costs], bound: float) -> Candidate:
     results = [costs.simulate(policy) for costs in draws]
     peaks = tuple(max(held) for held in zip(*(result.peak_in_flight for result in results), strict=True))
-    limits = tuple(policy.limits(draws[0].placement, draws[0].microbatches))
+    limits = tuple(draws[0].limits(policy))
     return Candidate(policy, median(result.makespan for result in results), peaks, limits, bound)
 
 

@@ -25,9 +25,12 @@ def timeline_of(result: Result, placement: Placement, microbatches: int, *, mode
     for rank, (row, waits) in enumerate(zip(result.rows, waits_of(result), strict=True)):
         call = Call(0, microbatches, False, 0.0, result.spans[row[-1]].end, complete=True, waits=waits, mode=mode)
         held: Counter[int] = Counter()
+        kinds = {(action.stage, action.kind) for action in row}
         for action in row:
-            held[action.stage] += action.kind == "F"
-            call.actions.append(Ran(action, *result.spans[action], held[action.stage], 0.0))
-            held[action.stage] -= action.kind in ("B", "W")
+            stage, kind = action.stage, action.kind
+            # A stage without a backward holds nothing; I gives the activation back where no W follows.
+            held[stage] += kind == "F" and any((stage, each) in kinds for each in "BI")
+            call.actions.append(Ran(action, *result.spans[action], held[stage], 0.0))
+            held[stage] -= kind in ("B", "W") or (kind == "I" and (stage, "W") not in kinds)
         ranks[rank] = RankTrace(rank, placement.stages_of(rank), {0: call})
     return Timeline(ranks)

@@ -8,6 +8,7 @@ import random
 import sys
 import time
 import traceback
+from contextlib import contextmanager
 from multiprocessing.connection import Client
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from megatron.core.pipeline_parallel import schedules  # noqa: E402
 
 import model as gpt  # noqa: E402
 from rrfp.megatron import runtime as runtimes  # noqa: E402
+from rrfp.megatron import split_backward  # noqa: E402
 from rrfp.megatron.forward_backward import make_forward_backward  # noqa: E402
 from rrfp.megatron.options import Options  # noqa: E402
 
@@ -81,6 +83,23 @@ def model_for(**settings):
         built = gpt.build(**settings)
         _models[key] = (*built, gpt.State(*built))
     return _models[key]
+
+
+@contextmanager
+def splitting():
+    """Models built inside can split their backward, as after `rrfp.install(split_backward=True)`."""
+    undo = []
+
+    def replace(owner, name, value):
+        undo.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    split_backward.install(replace)
+    try:
+        yield
+    finally:
+        for owner, name, value in undo:
+            setattr(owner, name, value)
 
 
 def schedule(**options):

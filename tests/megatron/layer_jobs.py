@@ -212,7 +212,7 @@ MODELS = {kind.__name__: kind for kind in (Model, Twice, Tied, Mixed, Borrowed, 
 
 
 def wrapped(kind, *, dtype, overlap, fused, split, collective=None):
-    from step_jobs import splitting
+    from jobs import splitting
 
     with ExitStack() as stack:
         if split:

@@ -49,24 +49,30 @@ def forget_peak():
 
 
 @job
-def measured(*, options, calls, budget=None, spoilt=False, compare=False, update=True, longest=10, surprise=None, greedy=False, **settings):
+def measured(
+    *, options, calls, budget=None, spoilt=False, compare=False, update=True, longest=10, surprise=None, greedy=False, unaware=False, **settings,
+):
     """Calls of (microbatches, forward only) under `options`; what each was limited to, and how much memory it took beyond what was held before.
 
     budget: activations' worth of memory that is idle at rank r of the job, by rank; None: what the host has.
     spoilt: what is measured is halved. compare: with Megatron's own schedule; all calls are then of the same microbatches, and train.
     surprise: the call before which a GiB turns out to have been taken. update: whether the optimizer steps.
     greedy: `auto` takes all that fits, whatever simulation says of times that other work on the machine may have disturbed.
-    longest: calls after which that is not waited for any more.
+    longest: calls after which that is not waited for any more. unaware: frozen stages are taken for ones that hold something.
     """
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+    runtimes.close_all()  # what is frozen is agreed on once per connection
     model, optimizer, state = model_for(**settings)
     expected = reference(calls[0][0], steps=len(calls), **settings) if compare else None
     DELAYS.seed, DELAYS.longest = 1, DELAY
     state.restore()
     function, iterator, results, seen = schedule(**options), gpt.iterators(), [], []
+    said = []
     peaks = []  # the kernel's is forgotten before each call
     with mock.patch.object(memory.Host, "budget", lambda self, fraction: _budget(self, fraction, budget)), \
             mock.patch.object(limits, "_LONGEST", longest), \
+            mock.patch.object(limits, "print", lambda *text, **_: said.append(" ".join(text)), create=True), \
+            mock.patch.object(limits, "holding", _all_hold if unaware else limits.holding), \
             mock.patch.object(limits, "choose", _all_that_fits if greedy else limits.choose), \
             mock.patch.object(memory.Host, "peak", lambda self: max([resident("VmHWM"), *peaks]) + (surprise == len(seen)) * limits.GIB), \
             mock.patch.object(memory.Meter, "activation", _halved if spoilt else memory.Meter.activation):
@@ -86,7 +92,11 @@ def measured(*, options, calls, budget=None, spoilt=False, compare=False, update
     if compare:
         results.append({"weights": {name: p.detach().clone() for name, p in gpt.named(model)}})
         difference = gpt.difference(expected, results)
-    return {"calls": seen, "difference": difference}
+    return {"calls": seen, "difference": difference, "said": said}
+
+
+def _all_hold(placement, first_trainable):
+    return [True] * placement.ranks
 
 
 def _all_that_fits(policy, costs, most, *, seconds):

@@ -19,14 +19,15 @@ TEXT = "".join(pydoc_data.topics.topics.values()).encode("utf-8", "replace")
 
 def build(
     *, dropout: float = 0.1, recompute: bool = False, dtype=torch.float32, overlap: bool = False, layers: int = LAYERS, experts: int = 0,
-    distributed: bool = False, gather: bool = False, align: bool = False, tied: bool = True, **config
+    distributed: bool = False, gather: bool = False, align: bool = False, tied: bool = True, frozen: int = 0, **config
 ):
     """(model, optimizer): the model in DDP, or a `ModuleList` of the rank's chunks in DDP.
 
     The same weights whatever the number of stages: every parameter is seeded by its global name.
 
     experts: MoE layers of so many experts with an auxiliary loss, or 0. distributed: the distributed optimizer. gather: it overlaps its
-    gathers with the forwards. align: collectives of data parallelism are started by the schedule, aligned over the pipeline.
+    gathers with the forwards. align: collectives of data parallelism are started by the schedule, aligned over the pipeline. frozen: so many
+    first ranks train nothing.
     """
     seed_generators()
     chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
@@ -65,7 +66,7 @@ def build(
         overlap_grad_reduce=overlap or gather, overlap_param_gather=gather, use_distributed_optimizer=distributed,
         grad_reduce_in_fp32=dtype != torch.float32, bucket_size=2000 if overlap or gather else None)
     models = [DistributedDataParallel(settings, ddp, chunk, disable_bucketing=vp_stage not in (None, 0))
-              for vp_stage, chunk in _chunks(settings, chunks, experts, dtype, tied)]
+              for vp_stage, chunk in _chunks(settings, chunks, experts, dtype, tied, frozen)]
     settings.finalize_model_grads_func = finalize_model_grads
     several = len(models) > 1
     if align:
@@ -101,7 +102,7 @@ def build(
     return model, optimizer
 
 
-def _chunks(settings, chunks, experts, dtype, tied):
+def _chunks(settings, chunks, experts, dtype, tied, frozen):
     """(vp_stage, module) of every chunk of this rank."""
     specification = get_gpt_layer_local_spec(num_experts=experts or None)
     if settings.context_parallel_size > 1:
@@ -125,6 +126,7 @@ def _chunks(settings, chunks, experts, dtype, tied):
 
             chunk = Float16Module(settings, chunk)
         chunk.model_type = ModelType.encoder_or_decoder
+        chunk.requires_grad_(parallel_state.get_pipeline_model_parallel_rank() >= frozen)
         yield vp_stage, chunk
 
 
@@ -239,7 +241,7 @@ def step(
         )
     result = {"losses": [entry["lm loss"].clone() for entry in stored], "indices": [entry["index"] for entry in stored]}
     if not forward_only:
-        result["gradients"] = {name: p.main_grad.clone() for name, p in named(model)}
+        result["gradients"] = {name: p.main_grad.clone() for name, p in named(model) if p.requires_grad}
         if update:
             result["updated"], norm, _ = optimizer.step()
             result["norm"] = norm

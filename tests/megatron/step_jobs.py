@@ -7,29 +7,12 @@ from unittest import mock
 import jobs
 import model as gpt
 import torch
-from jobs import DELAYS, job, own, reference, schedule
+from jobs import DELAYS, job, own, reference, schedule, splitting
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from rrfp.megatron import runtime as runtimes
 from rrfp.megatron import split_backward, split_linear
-
-
-@contextmanager
-def splitting():
-    """Models built inside can split their backward, as after `rrfp.install(split_backward=True)`."""
-    undo = []
-
-    def replace(owner, name, value):
-        undo.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, value)
-
-    split_backward.install(replace)
-    try:
-        yield
-    finally:
-        for owner, name, value in undo:
-            setattr(owner, name, value)
 
 
 @functools.cache

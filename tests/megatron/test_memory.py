@@ -102,6 +102,42 @@ def test_strict_is_the_control_and_stays_at_1f1b(group):
     assert modes_of(results) == ("strict:1f1b:1f1b",) * 3
 
 
+# ------------------------------------------------------------------------------------------------- frozen first stages
+FROZEN = {"frozen": 1, "tied": False}
+"""The first stage, without idle memory: it needs none."""
+BEHIND = [0, *TWICE[1:]]
+
+
+def test_behind_frozen_stages_the_others_take_more_and_no_number_changes(group):
+    results = group.run("measured", options={}, calls=training(4), budget=BEHIND, compare=True, greedy=True, **FROZEN)
+    assert [result["difference"] for result in results] == [None] * 4
+    chosen = limits_of(results, 3)
+    assert chosen[0] == chosen[1] > 4, "its own number doesn't hold the others back, and is no less than the next one's"
+    assert all(own <= limit <= 2 * own for own, limit in zip(OWN[1:], chosen[1:], strict=True))
+    first, second, *_ = (result["calls"][3]["held"] for result in results)
+    assert first == 0 and second > 3
+    counts = " ".join(map(str, [0, *chosen[1:]]))
+    assert results[0]["said"][0].startswith(
+        f"[rrfp] limit auto with {M} microbatches: {counts} activations in flight per stage (Megatron's 1F1B: 4 3 2 1; memory takes {counts}): ")
+    for result, idle in zip(results, BEHIND, strict=True):
+        own, *more = (call["memory"] for call in result["calls"][1:])
+        assert max(more) <= own + idle * BALLAST + SLACK
+
+
+def test_control_were_frozen_stages_to_count_they_would_hold_the_others_back(group):
+    results = group.run("measured", options={}, calls=training(3), budget=BEHIND, greedy=True, unaware=True, **FROZEN)
+    assert limits_of(results, 2)[:2] == [4, 4]
+
+
+def test_what_more_would_bring_behind_frozen_stages_is_simulated(group):
+    for options in ({}, {"limit": f"memory:{2.5 * BALLAST / 2**30:.6f}"}):
+        results = group.run("measured", options=options, calls=training(3), budget=[0, *PLENTY[1:]], **FROZEN)
+        [line] = results[0]["said"]
+        assert "simulated" not in line and line.startswith(f"[rrfp] limit {options.get('limit', 'auto')} with {M} microbatches: 0 "), line
+        assert "memory takes 0 8 8 8" in line or options
+    assert limits_of(results, 2) == [4, 2, 2, 2]
+
+
 # ------------------------------------------------------------------------------------------------- memory:<GiB>
 GIVEN = 4.9 * BALLAST
 

@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from time import process_time
+from unittest import mock
 
 import pytest
 from alone import explore_alone
@@ -16,7 +17,7 @@ from components import Violation
 from explorer import Automaton
 from test_proof import ALL, BOTH, FOUR
 
-from rrfp import policy
+from rrfp import hint_names
 from rrfp.policy import register_hint
 from rrfp.scheduler import lists
 from rrfp.scheduler.arbiter import WAIT
@@ -143,10 +144,16 @@ def shuffled(context, rng: random.Random) -> list[list]:
     return rows
 
 
+@pytest.fixture
+def no_other_hints():
+    with mock.patch.dict(hint_names.registered, clear=True):
+        yield
+
+
 @pytest.mark.timeout(3000)
-def test_registered_hints_and_files_only_rank(full, seed, monkeypatch, tmp_path):
+@pytest.mark.usefixtures("no_other_hints")
+def test_registered_hints_and_files_only_rank(full, seed, tmp_path):
     """Lists that no built-in hint has: as a registered function, as a file; in ready mode, and obeyed."""
-    monkeypatch.setattr(policy, "_registered", {})
     ranked, strict = [], []
     for number in range(40 if full else 6):
         rng = random.Random(seed + number)
@@ -178,7 +185,7 @@ def test_registered_hints_and_files_only_rank(full, seed, monkeypatch, tmp_path)
 def test_hints_are_parts_of_any_admissible_choice(full):
     """The argument at work: what ranks have started, in every state under a hint, is what they could have started under any choice."""
     cells = [Cell((2, 2, 1, 1), hint, limit=limit, split=split) for hint in ALL for limit in ("1f1b", "2p") for split in (False, True)
-             if hint != ANY and (split or hint not in policy.SPLIT_ONLY)]
+             if hint != ANY and (split or hint not in hint_names.SPLIT_ONLY)]
     cells += [Cell((2, 2, 2, 1), hint) for hint in ("bf", "fill-alt", "announced")] if full else []
     found: dict[tuple, set] = {}
     for cell in cells:

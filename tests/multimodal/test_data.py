@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from rrfp.balance.shapes import Attention, Feedforward, Shape
 from rrfp.errors import ConfigurationError
 from rrfp.multimodal import hint
 from rrfp.multimodal.batch import IMAGE, PARTS, Image, Sample, collate, parts_of
@@ -15,8 +16,8 @@ from rrfp.multimodal.loader import fed, microbatches
 from rrfp.placement import Placement
 from rrfp.policy import HintContext
 
-TOWER = Tower(layers=2, hidden=8, heads=2, ffn=32)
-MODEL = Model(vit=TOWER, llm=TOWER, vocabulary=64, patch=4, grid=6)
+TOWER = Tower(2, Shape(hidden=8, attention=Attention(heads=2, groups=2, head=4), feedforward=Feedforward(width=32)))
+MODEL = Model(vit=TOWER, llm=TOWER, vocabulary=64, patch=4)
 COLLATING = {"patch": 2, "image_token": 99}
 
 

@@ -2,12 +2,16 @@
 
 import pytest
 
+from rrfp.balance.arguments import read_model
+from rrfp.balance.shapes import Attention, Feedforward, Shape
+from rrfp.balance.table import balance
 from rrfp.errors import ConfigurationError
-from rrfp.multimodal.costs import Load, Model, Tower, balanced_layout, stage_flops, stage_parameters
+from rrfp.multimodal.costs import Load, Model, Tower, balanced_layout, stage_operations
 from rrfp.multimodal.layout import Layout, balanced, embedding_ranks, parse
 
-MODEL = Model(vit=Tower(layers=4, hidden=16, heads=2, ffn=64), llm=Tower(layers=6, hidden=32, heads=4, groups=2, ffn=48, gated=True, causal=True),
-              vocabulary=100, patch=12, grid=4)
+VIT = Shape(hidden=16, attention=Attention(heads=2, groups=2, head=8, causal=False), feedforward=Feedforward(width=64))
+LLM = Shape(hidden=32, attention=Attention(heads=4, groups=2, head=8), feedforward=Feedforward(width=48, gated=True))
+MODEL = Model(vit=Tower(4, VIT), llm=Tower(6, LLM), vocabulary=128, patch=12)
 
 
 @pytest.mark.parametrize("text, vit, llm, tokens, megatron", [
@@ -91,16 +95,23 @@ def test_stages_cost_what_the_whole_costs():
     load = Load((4, 9), (20,))
     for text in ("vvvvtttttt", "vv|vv|ttt|ttt", "v|vvv|E|ttt|ttt|L"):
         layout = parse(text)
-        assert sum(stage_flops(MODEL, layout, load)) == pytest.approx(sum(stage_flops(MODEL, parse("vvvvtttttt"), load)))
-    whole = sum(stage_parameters(MODEL, parse("vvvvtttttt")))
-    assert sum(stage_parameters(MODEL, parse("vv|vv|ttt|ttt"))) == whole + MODEL.vocabulary * MODEL.llm.hidden, "tied embeddings are there twice"
+        assert sum(stage_operations(MODEL, layout, load)) == pytest.approx(sum(stage_operations(MODEL, parse("vvvvtttttt"), load)))
     # A layer by hand: queries and output 2 * 32 * 32, keys and values 2 * 32 * 16, three matrices of 32 * 48.
-    assert MODEL.llm.layer_parameters == 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48
-    assert MODEL.llm.layer_flops([10]) == 2 * MODEL.llm.layer_parameters * 10 + 2 * 32 * 100
+    weights = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48
+    assert MODEL.llm.layer_operations([10]) == 2 * weights * 10 + 2 * 32 * 100
+
+
+def test_where_all_images_are_alike_stages_cost_what_rrfp_balance_says():
+    arguments = ("--num-layers 6 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --ffn-hidden-size 48 --swiglu "
+                 "--seq-length 20 --vocab-size 128 --max-position-embeddings 20 --vit-num-layers 4 --vit-hidden-size 16 --vit-num-attention-heads 2 "
+                 "--vit-patch 2 --vit-channels 3 --vit-grid 3 --pipeline-model-parallel-size 4 --vlm-layout vv|vvt|tt|ttt").split()
+    rows = balance(read_model(arguments, images=(2,))).rows
+    ours = stage_operations(MODEL, parse("vv|vvt|tt|ttt"), Load((9, 9), (20 + 2 * 9,)))
+    assert ours == pytest.approx([row.operations["2 images"] for row in rows])
 
 
 def test_text_alone_costs_nothing_on_the_vit():
-    costs = stage_flops(MODEL, parse("vv|vv|ttt|ttt"), Load((), (20,)))
+    costs = stage_operations(MODEL, parse("vv|vv|ttt|ttt"), Load((), (20,)))
     assert costs[:2] == [0, 0] and min(costs[2:]) > 0
 
 

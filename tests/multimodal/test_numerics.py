@@ -20,6 +20,8 @@ FREEZES = {
     "vit-partly": [r"^vision\.(patch|position)", r"^vision\.decoder\.layers\.0"],
     "matrices": ["linear_fc", "linear_qkv", "linear_proj"],
 }
+INTO_THE_SECOND = [r"^vision\.(patch|position)", r"^vision\.decoder\.layers\.[01]"]
+"""The first stage, and of the second one of its two layers."""
 SETTINGS = {
     "dropout": {},
     "recompute": {"recompute": True},
@@ -162,21 +164,49 @@ def test_overlapping_reduction_needs_gradients_of_zeros(alone):
 
 
 # ------------------------------------------------------------------------------------------------- frozen prefixes
-@pytest.mark.parametrize("freeze, first", [
-    ([], 0), (FREEZES["vit-partly"], 1), (["vit", "projector"], 2), (["vit", "projector", "layers", "word"], 3)],
-                         ids=["nothing", "first-stage", "whole-vit", "all-but-the-last-norm"])
-def test_no_message_enters_a_frozen_prefix(group, freeze, first):
-    results = group.run("messages", counts=COUNTS, microbatches=6, freeze=freeze)
+PREFIXES = {"nothing": ([], 0), "first-stage": (FREEZES["vit-partly"], 1), "into-the-second-stage": (INTO_THE_SECOND, 1),
+            "whole-vit": (["vit", "projector"], 2), "all-but-the-last-norm": (["vit", "projector", "layers", "word"], 3)}
+"""What is frozen, and the first stage that trains."""
+
+
+@pytest.mark.parametrize("freeze, first", PREFIXES.values(), ids=PREFIXES)
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_no_message_enters_a_frozen_prefix(group, freeze, first, split):
+    """And it runs forwards only; behind it every stage runs an I and a W for each microbatch, where a weight waits for one."""
+    results = group.run("messages", counts=COUNTS, microbatches=6, freeze=freeze, split=split)
     sent = {edge: count for seen, _, _ in results for edge, count in seen.items()}
     assert sent == {f"{s}>{s + 1}": 6 for s in range(3)} | {f"{s}>{s - 1}": 6 for s in range(first + 1, 4)}
-    assert [kinds for _, kinds, _ in results] == [["F"] if stage < first else ["B", "F"] for stage in range(4)]
+    behind = "FB" if not split else "FI" if first == 3 else "FIW"
+    assert [actions for _, actions, _ in results] == [{f"{s}{kind}": 6 for kind in ("F" if s < first else behind)} for s in range(4)]
     assert [held for _, _, held in results] == [0 if stage < first else 4 - stage for stage in range(4)]
 
 
-def test_gradient_messages_into_a_prefix_are_seen(group):
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_gradient_messages_into_a_prefix_are_seen(group, split):
     """The negative control: the same frozen model, were nobody to notice."""
-    results = group.run("messages", counts=COUNTS, microbatches=6, freeze=["vit", "projector"], notice=False)
+    results = group.run("messages", counts=COUNTS, microbatches=6, freeze=["vit", "projector"], notice=False, split=split)
     assert {edge for seen, _, _ in results for edge in seen} >= {"1>0", "2>1"}
+    assert results[0][1] == {"0F": 6, "0I" if split else "0B": 6}
+
+
+SPLITS = {"bfw": {"hint": "bfw", "limit": "2p"}, "default": {}, "strict-zb-h1": {"hint": "zb-h1", "mode": "strict", "limit": "4"},
+          "bounded": {"hint": "fill-r", "limit": "2p-1", "max_pending_w": 1}}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("freeze", [*(freeze for freeze, _ in PREFIXES.values()), ["matrices"], ["llm"]], ids=[*PREFIXES, "matrices", "llm"])
+def test_split_backwards_behind_a_frozen_prefix_are_bitwise_whole_ones(group, freeze, full):
+    freeze = FREEZES["matrices"] if freeze == ["matrices"] else freeze
+    for options in list(SPLITS.values()) if full else list(SPLITS.values())[:1] + list(SPLITS.values())[2:3]:
+        where = group.run("same", counts=COUNTS, microbatches=6, seeds=list(range(10 if full else 1)), options=options, split=True, freeze=freeze,
+                          deadline=500)
+        assert where == [None] * group.ranks, options
+
+
+def test_a_lost_weight_gradient_behind_a_prefix_is_seen(group):
+    """The negative control."""
+    where = group.run("same", counts=COUNTS, microbatches=6, seeds=[0], options=SPLITS["bfw"], split=True, freeze=["vit", "projector"], lost=1)
+    assert "gradients" in where[2] and "gradients" in where[3], where
 
 
 def test_a_frozen_stage_holds_few_messages(group):

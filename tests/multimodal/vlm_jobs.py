@@ -1,5 +1,6 @@
 """The script that a `Group`'s processes run here, and its jobs."""
 
+import contextlib
 import json
 import sys
 import time
@@ -10,13 +11,14 @@ import jobs  # noqa: E402  first: it puts Megatron on the CPU before anything im
 import model as gpt  # noqa: E402
 import torch  # noqa: E402
 import vlm  # noqa: E402
-from jobs import DELAYS, job, own, schedule  # noqa: E402
+from jobs import DELAYS, job, own, schedule, splitting  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
 
 from rrfp.comm.zmq_transport import ZmqTransport  # noqa: E402
 from rrfp.megatron import runtime as runtimes  # noqa: E402
 from rrfp.megatron.frozen import FrozenPrefix  # noqa: E402
+from rrfp.megatron.split_backward import SplitChunk  # noqa: E402
 from rrfp.multimodal.layout import embedding_ranks, parse  # noqa: E402
 from rrfp.multimodal.step import forward_step  # noqa: E402
 from rrfp.scheduler.arbiter import Scheduler  # noqa: E402
@@ -25,29 +27,46 @@ LAYOUT: dict[str, str] = {}
 _models = {}
 
 
-def model_for(*, dtype="float32", **settings):
+def model_for(*, dtype="float32", split=False, **settings):
     settings["dtype"] = getattr(torch, dtype)
-    key = repr(sorted(settings.items()))
+    key = repr((split, sorted(settings.items())))
     if key not in _models:
-        built = vlm.build(LAYOUT["vlm"], **settings)
+        with splitting() if split else contextlib.nullcontext():
+            built = vlm.build(LAYOUT["vlm"], **settings)
         _models[key] = (*built, gpt.State(*built))
     return _models[key]
 
 
 @job
-def same(*, counts, microbatches, seeds, options, steps=2, size=1, multiple=1, longest=0.002, **settings):
-    """As numeric_jobs.same: the first seed at which our schedule is not bitwise Megatron's, with the place; None if there is none."""
+def same(*, counts, microbatches, seeds, options, steps=2, size=1, multiple=1, longest=0.002, split=False, lost=None, **settings):
+    """As numeric_jobs.same: the first seed at which our schedule is not bitwise Megatron's, with the place; None if there is none.
+
+    split: ours runs I and W. lost: the microbatch whose W changes nothing, the mistake.
+    """
     model, optimizer, state = model_for(**settings)
     runtimes.close_all()  # what is frozen is agreed on once per connection
     run = {"counts": counts, "microbatches": microbatches, "steps": steps, "size": size, "multiple": multiple}
     state.restore()
     expected = vlm.train(own(), model, optimizer, **run)
-    for seed in seeds:
-        DELAYS.seed, DELAYS.longest = seed, longest
-        state.restore()
-        got = vlm.train(schedule(**options), model, optimizer, **run)
-        if (where := gpt.difference(expected, got)) is not None:
-            return f"seed {seed}, {options}: {where}"
+    model, optimizer, state = model_for(split=split, **settings)
+    weights = SplitChunk.run
+
+    def losing(self, microbatch):
+        before = [(p, p.main_grad.clone()) for p in self._module().parameters() if p.requires_grad and microbatch == lost]
+        weights(self, microbatch)
+        for parameter, gradient in before:
+            parameter.main_grad.copy_(gradient)
+
+    try:
+        SplitChunk.run = losing
+        for seed in seeds:
+            DELAYS.seed, DELAYS.longest = seed, longest
+            state.restore()
+            got = vlm.train(schedule(split_backward=split, **options), model, optimizer, **run)
+            if (where := gpt.difference(expected, got)) is not None:
+                return f"seed {seed}, {options}: {where}"
+    finally:
+        SplitChunk.run = weights
     return None
 
 
@@ -78,32 +97,28 @@ def gradients(*, counts, microbatches, size=1, reverse_images=False, **settings)
 
 
 @job
-def messages(*, counts, microbatches, notice=True, **settings):
-    """What our schedule does: messages of the rank by edge, kinds of its actions, and the most activations held."""
+def messages(*, counts, microbatches, notice=True, split=False, options=None, **settings):
+    """What our schedule does: messages of the rank by edge, its actions by stage and kind, and the most activations held."""
     runtimes.close_all()
-    model, optimizer, state = model_for(**settings)
+    model, optimizer, state = model_for(split=split, **settings)
     state.restore()
-    seen, kinds, send, launched = {}, [], ZmqTransport.send, Scheduler.launched
+    seen, send = {}, ZmqTransport.send
 
     def counted(self, edge, *args, **keywords):
         seen[str(edge)] = seen.get(str(edge), 0) + 1
         return send(self, edge, *args, **keywords)
 
-    def noted(self, action, now):
-        kinds.append(str(action))
-        peaks.append(self)
-        return launched(self, action, now)
-
-    peaks = []
     found = FrozenPrefix.first_trainable
-    ZmqTransport.send, Scheduler.launched = counted, noted
+    ZmqTransport.send = counted
     if not notice:
         FrozenPrefix.first_trainable = lambda self, models, **keywords: 0
     try:
-        vlm.step(schedule(), model, optimizer, vlm.iterators(model, counts), microbatches)
+        vlm.step(schedule(split_backward=split, **(options or {})), model, optimizer, vlm.iterators(model, counts), microbatches)
     finally:
-        ZmqTransport.send, Scheduler.launched, FrozenPrefix.first_trainable = send, launched, found
-    return seen, sorted({action.lstrip("0123456789")[0] for action in kinds}), max(each.peak_in_flight for each in peaks)
+        ZmqTransport.send, FrozenPrefix.first_trainable = send, found
+    [runtime] = {id(each): each for each in runtimes._runtimes.values()}.values()
+    scheduler = runtime.engine.scheduler
+    return seen, {f"{queue.stage}{queue.kind}": queue.launched for queue in scheduler.queues}, scheduler.peak_in_flight
 
 
 @job

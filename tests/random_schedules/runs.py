@@ -11,11 +11,11 @@ from random import Random
 from cases import ANY, FILE, LIST, Case
 from cluster import Call, Cluster, Member, VirtualExecutor
 
-from rrfp import policy as policies
 from rrfp.action import Action
 from rrfp.comm.scripted_transport import ScriptedNetwork
 from rrfp.engine.loop import Engine
-from rrfp.policy import HintContext, Policy
+from rrfp.hint_names import registered
+from rrfp.policy import HintContext, Policy, register_hint
 from rrfp.scheduler import Dependencies, Scheduler, chain, lists
 from rrfp.scheduler.arbiter import WAIT, Decision
 from rrfp.scheduler.hints import Announced, Hint, Row
@@ -92,11 +92,11 @@ def policy_of(case: Case) -> Iterator[Policy]:
         def hint(context: HintContext) -> list[Row]:
             return memo(context.microbatches, context.limits)
 
-        policies.register_hint(LIST, hint)
+        register_hint(LIST, hint)
         try:
             yield Policy(hint=LIST, **options)
         finally:
-            del policies._registered[LIST]
+            del registered[LIST]
     elif case.hint == FILE:
         microbatches = case.calls[0][0]
         limits = Policy(hint="bf", **options).limits(case.stages, microbatches)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from search import Outcome, search
 
-from rrfp import policy as policies
+from rrfp import policy_rows
 from rrfp.scheduler import Scheduler
 from rrfp.scheduler.arbiter import Decision
 from rrfp.scheduler.hints import Strict
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.fixture(autouse=True)
 def forget():
     """No list that a broken scheduler made is remembered, nor one from before that it would not make."""
-    caches = [value for value in vars(policies).values() if hasattr(value, "cache_clear")]
+    caches = [value for value in vars(policy_rows).values() if hasattr(value, "cache_clear")]
     for cache in caches:
         cache.cache_clear()
     yield

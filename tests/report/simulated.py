@@ -23,7 +23,8 @@ def record(directory, costs: Costs, mode="strict:1f1b:1f1b", *, calls=1, lost=No
     policy = parse_mode(mode)
     placement = costs.placement
     result = simulated or costs.simulate(policy)
-    dependencies = [chain(placement, rank, costs.microbatches, split=policy.split) for rank in range(placement.ranks)]
+    dependencies = [chain(placement, rank, costs.microbatches, split=policy.split, first_trainable=costs.first_trainable)
+                    for rank in range(placement.ranks)]
     tasks = {action: task for each in dependencies for action, task in each.tasks.items()}
     sent = defaultdict(list)
     for action, span in result.spans.items():

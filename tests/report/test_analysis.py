@@ -116,6 +116,14 @@ def test_an_evaluation_is_explained_without_simulation(timeline):
 
 
 def test_frozen_stages_hold_nothing(timeline):
+    costs = scenario("spikes", stages=4, microbatches=12)
+    costs = dataclasses.replace(costs, durations={key: taken for key, taken in costs.durations.items() if key[0] == "F" or key[1] >= 2})
+    analysis = analyse(timeline(costs, "ready:announced:1f1b"))
+    check(analysis)
+    assert analysis.in_flight["0"] == analysis.in_flight["1"] == [(0.0, 0)] and analysis.suggestion is not None
+
+
+def test_backwards_that_a_trace_lacks_are_not_made_up(timeline):
     made = timeline(scenario("uniform", stages=3, microbatches=4))
     call = made.ranks[0].calls[0]
     call.actions = [ran for ran in call.actions if ran.action.kind == "F"]

@@ -13,6 +13,7 @@ from rrfp.megatron import _check_at_start
 from rrfp.megatron.options import Options
 from rrfp.placement import Placement
 from rrfp.policy import Policy, register_hint
+from rrfp.policy_rows import rows_of
 from rrfp.schedule.plan import plan_of
 from rrfp.scheduler import lists
 from rrfp.scheduler.lists import as_row, read, read_file, text_of, write
@@ -174,8 +175,8 @@ def test_unless_it_names_a_generator(file, others, mode):
     job(file, mode, **others)
     policy = Policy(hint=str(file), mode=mode, limit="9")
     placement = Placement.looped(2)
-    assert text(policy._rows(placement, 2, {})[1]) == "1F0 1B0 1F1 1B1"
-    assert text(policy._rows(placement, 3, {})[1]) == "1F0 1F1 1F2 1B0 1B1 1B2"
+    assert text(rows_of(policy, placement, 2, {})[1]) == "1F0 1B0 1F1 1B1"
+    assert text(rows_of(policy, placement, 3, {})[1]) == "1F0 1F1 1F2 1B0 1B1 1B2"
     assert text(Policy(hint=str(file), mode="strict", limit="9").list_for(placement, 3)[0]) == "0F0 0F1 0F2 0B0 0B1 0B2"
 
 

@@ -16,6 +16,7 @@ from rrfp.errors import ConfigurationError
 from rrfp.placement import Placement
 from rrfp.policy import RULES, SPLIT_ONLY, Policy
 from rrfp.scheduler import Dependencies, Scheduler, chain
+from rrfp.scheduler.arbiter import MOST_UNSENT
 from rrfp.scheduler.hints import Announced, Prefer
 from rrfp.scheduler.lists import LISTS, as_row, one_f_one_b
 from rrfp.simulate import Deadlock, drive
@@ -182,6 +183,9 @@ def run_one(policy, placement, microbatches, seed, forward_only):
                  for r in range(placement.ranks)]
     except ConfigurationError:
         return False
+    for scheduler in ranks:
+        if forward_only or min(scheduler.dependencies.stages) < first:
+            scheduler.bound_unsent(rng.choice([1, MOST_UNSENT]))
     # Integers on purpose in some runs: many things at one instant.
     def some(scale):
         return float(rng.randrange(4)) if spread == 0.0 else scale * rng.expovariate(1)

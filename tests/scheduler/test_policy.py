@@ -1,8 +1,10 @@
 """The user's choice: limits, refusals, strict lists, hint files and registered hints."""
 
+from unittest import mock
+
 import pytest
 
-from rrfp import policy as policy_module
+from rrfp import hint_names
 from rrfp.action import Action, Edge
 from rrfp.errors import ConfigurationError
 from rrfp.placement import Placement
@@ -19,9 +21,9 @@ def run(policy, placement, microbatches, **options):
 
 
 @pytest.fixture
-def registered(monkeypatch):
-    monkeypatch.setattr(policy_module, "_registered", {})
-    return register_hint
+def registered():
+    with mock.patch.dict(hint_names.registered, clear=True):
+        yield register_hint
 
 
 @pytest.mark.parametrize("limit, expected", [

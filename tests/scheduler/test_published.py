@@ -232,10 +232,10 @@ def test_ranks_with_different_torches_differ_in_their_digest(fresh, monkeypatch)
 
     monkeypatch.setattr(published, "_torch_order", reversed_forwards)
     published_steps.cache_clear()
-    from rrfp import policy as policies
-    policies._ready_rows.cache_clear()
+    from rrfp import policy_rows
+    policy_rows.ready_rows.cache_clear()
     assert policy.scheduler(placement, 0, 4).digest != digest
-    policies._ready_rows.cache_clear()
+    policy_rows.ready_rows.cache_clear()
 
 
 def test_the_lowering_left_out_changes_nothing():

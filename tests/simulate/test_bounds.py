@@ -1,6 +1,7 @@
 """No simulated policy beats a bound, whatever the durations and delays; and the bounds are worth having."""
 
 import pytest
+from frozen_costs import frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,7 @@ WAYS = ("", ":lanes=2", ":free", ":free:lanes=3", ":free:lanes=4")
 
 @st.composite
 def calls(draw):
-    """A small call with arbitrary costs, several chunks included."""
+    """A small call with arbitrary costs; several chunks, frozen stages and stages without a W included."""
     chunks, ranks, microbatches = draw(st.integers(1, 2)), draw(st.integers(1, 4)), draw(st.integers(1, 7))
     stages = ranks * chunks
     # Halves add up exactly: a bound above the makespan by one rounding would not be a counterexample.
@@ -30,7 +31,9 @@ def calls(draw):
             durations["B", s, m] = durations["I", s, m] + durations["W", s, m]
             for kind in "FB":
                 delays[kind, s, m] = draw(st.one_of(st.just(0.0), number))
-    return Costs(stages, chunks, microbatches, durations, delays)
+    first = draw(st.sampled_from([0, 0, *range(stages)]))
+    weightless = draw(st.sampled_from([[], [], [stages - 1], range(first, stages)]))
+    return frozen(Costs(stages, chunks, microbatches, durations, delays), first, weightless=weightless)
 
 
 @pytest.fixture

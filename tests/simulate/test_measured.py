@@ -3,11 +3,13 @@
 import json
 
 import pytest
+from frozen_costs import frozen
 
 from rrfp.action import Action, Edge
 from rrfp.errors import ConfigurationError
 from rrfp.mode import parse_mode
 from rrfp.placement import Placement
+from rrfp.simulate.clock import CREDITS
 from rrfp.simulate.costs import Costs, from_scenario
 from rrfp.simulate.measured import costs_of, each_call, from_trace
 from rrfp.trace.files import read
@@ -45,13 +47,16 @@ def trace(directory, runs, *, gap=0.0, late=0.0, wake=0.0, ranks=None):
             recorder.begin_call(number, microbatches=costs.microbatches, forward_only=False, now=begin)
             for action in result.rows[rank]:
                 recorder.action(action, begin + result.spans[action].start + gap, begin + result.spans[action].end, 1)
-            lanes = {}
+            lanes, first = {}, costs.first_trainable
             for action in sorted((a for a in result.spans if a.kind != "W"), key=lambda action: result.spans[action].end):
                 target = action.stage + (1 if action.kind == "F" else -1)
-                if not 0 <= target < costs.stages or placement.rank_of(target) != rank or placement.rank_of(action.stage) == rank:
+                if not (0 if action.kind == "F" else first) <= target < costs.stages or placement.rank_of(target) != rank or placement.rank_of(action.stage) == rank:
                     continue
                 edge, lane = Edge(action.stage, target), action.microbatch % policy.lanes
-                time = result.spans[action].end + delays["F" if action.kind == "F" else "B", target, action.microbatch] - wake
+                left = result.spans[action].end
+                if action.stage < first and action.microbatch >= CREDITS:  # a frozen stage runs ahead until credits hold its messages
+                    left = max(left, result.spans[Action("F", target, action.microbatch - CREDITS)].start)
+                time = left + delays["F" if action.kind == "F" else "B", target, action.microbatch] - wake
                 lanes[edge, lane] = time = max(time, lanes.get((edge, lane), 0.0))
                 recorder.arrival(edge, action.microbatch, begin + time)
             recorder.end_call(begin + result.makespan)
@@ -72,6 +77,20 @@ def test_a_traced_simulation_is_predicted_exactly(tmp_path, seed, mode):
     assert found.seconds == costs.simulate(policy).makespan == found.simulate(policy).makespan
     # Not tried yet, from this trace alone.
     for other in MODES:
+        assert found.simulate(parse_mode(other)).makespan == costs.simulate(parse_mode(other)).makespan
+
+
+@pytest.mark.parametrize("mode", ["strict:1f1b:1f1b", "ready:announced", "ready:fill-r:2p-1", "strict:zb-h1:4"])
+@pytest.mark.parametrize("first", [1, 2, 3])
+def test_stages_at_the_start_that_ran_forwards_only_are_frozen(tmp_path, seed, first, mode):
+    policy = parse_mode(mode)
+    costs = frozen(exact(from_scenario("jitter-0.3", stages=4, microbatches=16, unit=0.02, seed=seed)), first, weightless=[3] if policy.split else [])
+    found = from_trace(trace(tmp_path, [(costs, mode)]))
+    assert found.first_trainable == first and found.weightless == costs.weightless and found.splits == policy.split
+    assert found.durations == {key: value for key, value in costs.durations.items() if key in found.durations}
+    assert {stage for kind, stage, _ in found.durations if kind != "F"} == set(range(first, 4)) and set(found.delays.values()) == {0.0}
+    assert found.seconds == costs.simulate(policy).makespan == found.simulate(policy).makespan
+    for other in MODES:  # not tried yet
         assert found.simulate(parse_mode(other)).makespan == costs.simulate(parse_mode(other)).makespan
 
 
@@ -142,8 +161,8 @@ def test_refusals(tmp_path):
 
     def refused(match, name, runs=((costs, "strict:1f1b"),), edit=None, **options):
         directory = trace(tmp_path / name, runs, ranks=options.pop("ranks", None))
+        path = directory / f"rank{options.pop('rank', 1)}.jsonl"
         if edit:
-            path = directory / "rank1.jsonl"
             path.write_text(edit(path.read_text()))
         with pytest.raises(ConfigurationError, match=match) as error:
             from_trace(directory, **options)
@@ -155,7 +174,11 @@ def test_refusals(tmp_path):
     refused("call 7 is not in the trace: it holds calls 0..0", "number", call=7)
     refused(r"lacks rank3.jsonl: .* copy the missing files", "missing", ranks=4)
     refused("ranks 1 did not complete it; name another call", "cut", edit=without('"end"'), call=0)
-    refused("did not run 1B2: .*no frozen stages", "frozen", edit=without('"1B2"'))
+    refused("did not run 1B2: .*apart from frozen ones at the start", "cut short", edit=without('"1B2"'))
+    refused("did not run 1B0: ", "frozen in the middle", edit=without('"1B'))
+    refused("stage 0 got gradients and ran no backward: the trace lacks", "lost", edit=without('"0B'), rank=0)
+    forwards = frozen(costs, 3)
+    refused("call 0 ran no backward: every stage is frozen", "all frozen", [(forwards, "strict:1f1b")])
     refused("only Megatron's own placement", "placement", edit=lambda text: text.replace('"stages": [1]', '"stages": [1, 3]'))
     refused("evaluation, forwards only; name a training call", "evaluation", edit=lambda text: text.replace(", false, ", ", true, "), call=0)
     other = from_scenario("uniform", stages=3, microbatches=5, unit=0.02, seed=0)

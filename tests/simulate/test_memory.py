@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from frozen_costs import frozen
 
 from rrfp.placement import Placement
 from rrfp.policy import Policy
@@ -42,6 +43,16 @@ def test_what_fits_is_1f1b_and_what_idle_memory_takes():
 
 def test_no_rank_gets_more_than_the_one_before_it_can_use():
     assert fitting(Placement.looped(4), 16, [Room(10, 22), Room(10, 99), Room(10, 0), Room(10, 99)]) == [6, 6, 2, 2]
+
+
+def test_a_rank_that_holds_nothing_bounds_nobody():
+    """Frozen first stages: they keep 1F1B's number, or take the next one's, since a limit may not grow along the pipeline."""
+    placement = Placement.looped(4)
+    assert fitting(placement, 16, [Room(0, 0), Room(10, 33), Room(10, 33), Room(10, 0)]) == [6, 6, 5, 1]
+    assert fitting(placement, 16, [Room(0, 0), Room(0, -9), Room(10, 0), Room(10, 99)]) == [4, 3, 2, 2]
+    assert fitting(placement, 16, [Room(10, 0), Room(10, 33), Room(10, 33), Room(10, 0)]) == [4, 4, 4, 1], "the control: one that holds something"
+    assert within(placement, 16, [0, 0, 10, 10], 75) == [7] * 4
+    assert within(placement, 16, [0, 10, 10, 10], 20) == [4, 2, 2, 2]
 
 
 def test_chunks_count_together():
@@ -130,6 +141,20 @@ def test_several_chunks():
     choice = choose(Policy(), case, most, seconds=60)
     assert all(low <= number <= high for low, number, high in zip(own(case), choice.limits, most, strict=True))
     assert choice.seconds <= choice.before
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("first", [1, 2, 3])
+def test_behind_frozen_stages_it_is_as_fast_as_the_best_that_fits(scenario, first):
+    case = frozen(costs(scenario), first)
+    rooms = [Room(0, 0)] * first + room(case, 1)[first:]
+    most = fitting(case.placement, 16, rooms)
+    choice = choose(Policy(), case, most, seconds=60)
+    assert choice.whole and choice.limits[first - 1] == max(own(case)[first - 1], choice.limits[first])
+    assert all(low <= number <= high for low, number, high in zip(own(case), choice.limits, most, strict=True))
+    assert list(choice.limits) == descending(choice.limits)
+    everything = case.simulate(replace(Policy(), limit=listed(most))).makespan
+    assert choice.seconds <= min(choice.before, (1 + 2 * memory.NEAR) * everything)
 
 
 def test_out_of_time_it_takes_the_best_of_what_it_tried():
