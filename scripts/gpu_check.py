@@ -90,6 +90,7 @@ def run_part(options, name: str, ranks: int, gpus: int, *, deadline: float) -> t
             environment = os.environ | {
                 "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
                 "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "1",
+                "NCCL_LAUNCH_ORDER_IMPLICIT": "1",  # NCCL reads it once, before --rrfp-transport nccl could set it here
                 "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")}
             command = [sys.executable, str(HERE / "gpu_check_rank.py"), name, str(folder), str(store), str(gpus), str(options.iterations)]
             log = open(folder / f"rank{rank}.log", "wb")
