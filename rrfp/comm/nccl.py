@@ -34,16 +34,18 @@ class TorchNccl:
         rank: this pipeline rank.
         store: torch's, a part of it that is this pipeline's.
         timeout: seconds for a communicator to be made.
+        patience: seconds after which torch's own watchdog may end the process for a transfer that does not end. Longer than the
+            engine's, which tells every rank who owes what.
     """
 
-    def __init__(self, rank: int, store: "torch.distributed.Store", device: CudaDevice, *, timeout: float):
-        self._rank, self._store, self._device, self._timeout = rank, store, device, timeout
+    def __init__(self, rank: int, store: "torch.distributed.Store", device: CudaDevice, *, timeout: float, patience: float):
+        self._rank, self._store, self._device, self._timeout, self._patience = rank, store, device, timeout, max(timeout, patience)
         self._groups: dict[Edge, ProcessGroupNCCL] = {}
         self._works: dict[Edge, list] = {}
 
     def connect(self, edge: Edge, ranks: tuple[int, int]) -> None:
         options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = timedelta(seconds=self._timeout)
+        options._timeout = timedelta(seconds=self._patience)
         group = ProcessGroupNCCL(PrefixStore(f"nccl/{edge}", self._store), ranks.index(self._rank), 2, options)
         # torch makes the communicator at the first use: that is now, with a byte, and not in the middle of a call.
         byte = torch.zeros(1, dtype=torch.uint8, device=("cuda", self._device.index))

@@ -104,6 +104,10 @@ def _install(options: Options, *, cpu: bool = False) -> None:
     check_megatron()
     if cpu_mode.is_enabled():
         cpu_mode.patch_megatron()
+    elif options.schedule == "rrfp" and options.transport == "nccl":
+        from rrfp.comm.nccl import check_environment
+
+        check_environment()  # now: NCCL reads its settings when the job's first communicator is made
     uninstall()
     from megatron.core.pipeline_parallel import schedules
 

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -12,6 +13,7 @@ from rrfp.comm.device import Device
 from rrfp.comm.nccl_transport import Nccl
 from rrfp.comm.paths import make_transport, probe, settle
 from rrfp.comm.transport import Transport
+from rrfp.engine.loop import FIRST_CALL
 from rrfp.errors import ConfigurationError
 from rrfp.megatron.options import Options
 from rrfp.tp_coord.agreement import COLLECTIVE
@@ -61,7 +63,8 @@ def transport_for(
         paths = settle(options.transport, edges=edges, owner=owner, reach=reach)
         if rank == 0:
             print(f"[rrfp] what stages send each other goes by {_summary(paths)}; --rrfp-run-ahead {options.run_ahead}", file=sys.stderr, flush=True)
-    return make_transport(paths, device, rank=rank, owner=owner, store=store, leads=leads, nccl=lambda: _nccl(rank, store, device, until), **more)
+    return make_transport(paths, device, rank=rank, owner=owner, store=store, leads=leads,
+                          nccl=lambda: _nccl(options, rank, store, device, until), **more)
 
 
 def _summary(paths: Mapping[Edge, str]) -> str:
@@ -71,11 +74,31 @@ def _summary(paths: Mapping[Edge, str]) -> str:
     return "; ".join(f"{_WORDS[kind]}: {', '.join(str(edge) for edge, path in paths.items() if path == kind)}" for kind in kinds)
 
 
-def _nccl(rank: int, store, device: Device, until: float) -> Nccl:
+def _nccl(options: Options, rank: int, store, device: Device, until: float) -> Nccl:
     from rrfp.comm.nccl import TorchNccl, check_environment
 
     check_environment()
-    return TorchNccl(rank, store, device, timeout=max(1.0, until - time.monotonic()))
+    patience = 2 * FIRST_CALL * options.patience
+    return TorchNccl(rank, store, device, timeout=max(1.0, until - time.monotonic()), patience=patience)
+
+
+def check_overlap(options: Options, ddp_config: Any, *, chunks: int, alone: bool) -> None:
+    """Raises ConfigurationError for reductions and gathers whose place among transfers by NCCL differs between data-parallel replicas.
+
+    Nobody agrees on that place, and each device may run one operation at a time (CUDA_DEVICE_MAX_CONNECTIONS=1, or CUDA before 12.3).
+    With one chunk per rank it is forced all the same. Say a stage reduces in its last backward, which comes after the last one of the
+    stage behind it, with a transfer between: then of two stages' reductions the deeper one's comes first in every replica, before or
+    behind whichever transfers, and nothing can wait in a circle. (Gathers come in first forwards: the other way round.) With several
+    chunks Megatron aligns them over the pipeline: a later action starts them, whichever that is.
+
+    chunks: of this rank. alone: gradients are reduced over nobody outside this rank's domain, whose sequence has them in one place.
+    """
+    overlapping = [flag for flag in ("overlap_grad_reduce", "overlap_param_gather") if getattr(ddp_config, flag, False)]
+    if options.transport == "nccl" and overlapping and chunks > 1 and not alone:
+        flag = f"--{overlapping[0].replace('_', '-')}"
+        raise ConfigurationError(f"--rrfp-transport nccl with {flag} and {chunks} chunks per rank: data-parallel replicas start its collectives at "
+                                 f"different places among their transfers, and could wait for each other for ever; use --rrfp-transport auto, "
+                                 f"or leave {flag} out")
 
 
 def device_facts(options: Options, domain: Domain, rank: int) -> dict[str, rendezvous.Fact]:

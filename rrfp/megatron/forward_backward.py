@@ -14,6 +14,7 @@ from rrfp.comm.rendezvous import Fact
 from rrfp.comm.tensors import Expected
 from rrfp.errors import ConfigurationError
 from rrfp.megatron.compatibility import check_call, delegation
+from rrfp.megatron.device import check_overlap
 from rrfp.megatron.executor import MegatronExecutor, StepContext
 from rrfp.megatron.facts import first_call_facts
 from rrfp.megatron.limits import MeasuredLimits, Shape, describe_limit
@@ -78,6 +79,7 @@ def make_forward_backward(options: Options, *, original: Callable, interleaved: 
         configured = options.policy_for(config)
         groups, pp_group = _groups(p2p_communicator, pg_collection)
         runtime = runtime_for(options, pp_group, collection=groups, chunks=len(models))
+        check_overlap(options, getattr(models[0], "ddp_config", None), chunks=len(models), alone=runtime.alone)
         shape = Shape(num_microbatches, micro_batch_size, decoder_seq_length or seq_length)
         policy, meter = limits.begin(configured, runtime, shape, forward_only=forward_only)
         finalize = config.finalize_model_grads_func is not None and not forward_only

@@ -105,6 +105,11 @@ class Options:
         return replace(self.policy, max_pending_w=1) if self.split_backward and recomputed and self.max_pending_w is None else self.policy
 
     @property
+    def patience(self) -> float:
+        """Seconds without progress inside a call after which it fails."""
+        return self.timeout or 600.0
+
+    @property
     def instruments(self) -> bool:
         """Whether Megatron's own schedule has to be wrapped too."""
         return self.trace is not None or self.emulate is not None or self.inject is not None

@@ -92,8 +92,10 @@ class Runtime:
         domain = find_domain(groups, rank=job_rank, stage=rank, store=job_store, until=until)
         agreement = open_agreement(
             options.agreement, domain=domain, rank=job_rank, store=job_store, edges=edges_in, lanes=options.lanes,
-            deadline=OPEN_DEADLINE, heartbeat_s=_heartbeat(options), silence_s=SILENCE * (options.timeout or 600.0),
+            deadline=OPEN_DEADLINE, heartbeat_s=_heartbeat(options), silence_s=SILENCE * options.patience,
             interface=options.interface)
+        self.alone = len(domain.members) * len(global_ranks) == torch.distributed.get_world_size()
+        """Whether this rank's gradients are reduced over nobody outside its domain."""
         facts = job_facts(options, world_size=torch.distributed.get_world_size(), pipeline_size=len(global_ranks))
         facts |= device_facts(options, domain, job_rank)
         compare(store, "facts", "hello", job_rank, global_ranks, facts, until=time.monotonic() + OPEN_DEADLINE)
@@ -109,7 +111,7 @@ class Runtime:
             transport=self.transport,
             agreement=self.agreement,
             recorder=self.recorder,
-            timeout=options.timeout or 600.0,
+            timeout=options.patience,
             decide_ahead=options.decide_ahead,
             latch=FailureLatch(name=self.name),
             issuer=self.transport if isinstance(self.transport, NcclTransport) else None,
@@ -256,7 +258,7 @@ class Runtime:
 
 
 def _heartbeat(options: Options) -> float:
-    return min(2.0, (options.timeout or 600.0) / 10)
+    return min(2.0, options.patience / 10)
 
 
 def _many_descriptors() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
+from fake_cuda import WAIT as PATIENCE
 from fake_cuda import Machine
 from fake_nccl import Fabric
 from rig import WAIT, Rig, together
@@ -30,7 +31,10 @@ SIZE = 700
 
 
 class KernelExecutor:
-    """Runs actions on a fake device. collective: called inside every action, on the engine's thread; or None. split: gradients come from I."""
+    """Runs actions on a fake device. collective: called with the actions so far inside every action, on the engine's thread; or None.
+
+    split: gradients come from I.
+    """
 
     padded = 0.0
 
@@ -50,7 +54,7 @@ class KernelExecutor:
         reads = [(arrival, arrival.payload[0].data) for arrival in (*inputs, *kept)]
         device.kernel(partial(self._read, action, reads), what=f"{action} reads")
         if self._collective is not None:
-            self._collective()
+            self._collective(self.order)
         outputs = {edge: (Part("uint8", (SIZE,), device.allocate(SIZE)),) for edge in task.sends}
         device.kernel(partial(self._write, action, outputs), what=f"{action} writes")
         if task.in_flight > 0:
@@ -91,9 +95,13 @@ class Case:
     """--rrfp-decide-ahead."""
     agreed: bool = True
     """False: every member orders its transfers by itself."""
+    replicas: bool = False
+    """Members are data-parallel replicas: each decides by itself, and what they share is a reduction, on a stream of its own."""
+    forced: bool = True
+    """A replica reduces a stage's gradients in its last backward. False: some in their first action."""
     pace: float = 0.0
-    wait: float = WAIT
-    """Seconds after which nothing moves any more."""
+    wait: float = PATIENCE
+    """As `Machine`'s."""
 
     @classmethod
     def draw(cls, path: str, seed: int, **fixed) -> "Case":
@@ -123,7 +131,7 @@ class Run:
         try:
             for member in range(case.members):
                 self.rigs.append(Rig(self.machine, directory / f"pipeline{member}", case.path, ranks=case.ranks, fabric=fabric, member=member,
-                                     leads=member == 0 or not self.case.agreed, credits=case.credits, lanes=case.lanes))
+                                     leads=member == 0 or not case.agreed or case.replicas, credits=case.credits, lanes=case.lanes))
             self.fabric = fabric
             together(*[partial(self._rank, member, rank) for member in range(case.members) for rank in range(case.ranks)])
         finally:
@@ -135,13 +143,13 @@ class Run:
         device, transport = rig.devices[rank], rig[rank]
         device.enter()
         agreement = Solo()
-        if case.members > 1:
+        if case.members > 1 and not case.replicas:
             agreement = open_agreement("auto", domain=Domain(tuple(range(case.members))), rank=member,
-                                       store=FileStore(self.directory / f"domain{rank}"), edges=[edge for edge in rig.edges if edge.destination == rank], lanes=case.lanes, deadline=WAIT)
+                                       store=FileStore(self.directory / f"domain{rank}"),
+                                       edges=[edge for edge in rig.edges if edge.destination == rank], lanes=case.lanes, deadline=WAIT)
         recorder = self.recorders[member, rank] = Recorder(rank=rank, stages=(rank,), directory=None, debug=True)
-        engine = Engine(rank=rank, owner=rig.owner.__getitem__, transport=transport, agreement=agreement, recorder=recorder, timeout=case.wait,
-                        decide_ahead=case.ahead,
-                        issuer=transport if isinstance(transport, NcclTransport) else None)
+        engine = Engine(rank=rank, owner=rig.owner.__getitem__, transport=transport, agreement=agreement, recorder=recorder, timeout=WAIT,
+                        decide_ahead=case.ahead, issuer=transport if isinstance(transport, NcclTransport) else None)
 
         rig.posts[rank] = engine.post
         while not rig.boxes[rank].empty():
@@ -150,8 +158,9 @@ class Run:
         collective = None
         if case.members > 1:
             end = self.fabric.end(member, device, name=f"stage {rank}")
-            end.connect("tp", tuple(range(case.members)))
-            collective = partial(end.all_reduce, "tp", 1 - member, device.compute)
+            end.connect("group", tuple(range(case.members)))
+            stream = device.stream() if case.replicas else device.compute
+            collective = partial(self._share, partial(end.all_reduce, "group", 1 - member, stream), member == rank)
         launches = Launches(device, run_ahead=case.run_ahead,
                             fail=lambda where, text, trace: engine.hear(Failure(rank, where, text, trace)))
         placement = Placement.looped(case.ranks, 1)
@@ -167,12 +176,23 @@ class Run:
             launches.close(deadline=WAIT)
             agreement.close()
 
+    def _share(self, all_reduce, early: bool, order: list) -> None:
+        """What members do together in the last action of `order`."""
+        case, last = self.case, order[-1]
+        backward = "W" if case.policy.split else "B"
+        if not case.forced and early:
+            due = len(order) == 1
+        else:
+            due = last.kind == backward and sum(action.kind == backward for action in order) == case.microbatches
+        if due or not case.replicas:
+            all_reduce()
+
     def check(self) -> "Run":
         for member, ranks in enumerate(self.executors):
             for rank, calls in enumerate(ranks):
                 for call, executor in enumerate(calls):
                     assert not executor.wrong, executor.wrong[:3]
                     assert len(executor.order) == self.case.microbatches * (1 if self.case.calls[call] else 3 if self.case.policy.split else 2)
-                    assert executor.order == self.executors[0][rank][call].order, f"members of stage {rank} differ"
+                    assert self.case.replicas or executor.order == self.executors[0][rank][call].order, f"members of stage {rank} differ"
                 assert len(calls) == len(self.case.calls)
         return self

@@ -15,7 +15,8 @@ from rrfp.comm.paths import make_transport, probe, settle
 from rrfp.comm.rendezvous import FileStore
 from rrfp.comm.transport import Arrival, Failure, Part
 
-WAIT = 8.0
+WAIT = 60.0
+"""Seconds for what is known to come: long, since other work may hold this process up. What never comes is a `Deadlock` much sooner."""
 PATHS = ("ipc", "host", "nccl")
 
 
@@ -33,7 +34,7 @@ def together(*calls):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(5 * WAIT)  # longer than an engine's patience in its first call: it says more
+        thread.join(4 * WAIT)  # longer than an engine's patience in its first call: it says more
         if thread.is_alive():
             faulthandler.dump_traceback(all_threads=True)
             raise AssertionError(f"{thread.name} does not end")
@@ -130,4 +131,4 @@ class Rig:
         return copies
 
     def close(self):
-        together(*[lambda t=t: t.close(deadline=5.0) for t in self.transports if t is not None])
+        together(*[lambda t=t: t.close(deadline=WAIT) for t in self.transports if t is not None])

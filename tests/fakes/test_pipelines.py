@@ -4,9 +4,11 @@ import threading
 
 import pytest
 from fake_cuda import FakeDevice
+from fake_nccl import FakeNccl
 from pipelines import Case, Run
 from rig import PATHS
 
+from rrfp.action import Edge
 from rrfp.comm.cuda_ipc import DeviceBuffer, DeviceMappings
 from rrfp.comm.nccl_transport import NcclTransport
 from rrfp.engine.launches import Launches
@@ -32,6 +34,14 @@ def test_domains_of_two(path, tmp_path, seed, full, connections):
         Run(Case.draw(path, seed + index, members=2, ranks=2, connections=connections), tmp_path / str(index)).check()
 
 
+def test_reductions_of_replicas_between_transfers(tmp_path, seed, full):
+    """Nobody agrees on their places among the transfers. With one chunk per rank the order is forced: a stage reduces in its last backward,
+    which comes after those of the stages behind it. Each device runs one operation at a time."""
+    for index in range(40 if full else 3):
+        drawn = Case.draw("nccl", seed + index, members=2, replicas=True, calls=(False, False))
+        Run(drawn, tmp_path / str(index)).check()
+
+
 # ------------------------------------------------------------------ negative controls
 def broken(path, tmp_path, *, tries=12, **options) -> str:
     """What the first run of some says that does not go well."""
@@ -40,7 +50,7 @@ def broken(path, tmp_path, *, tries=12, **options) -> str:
         try:
             Run(case, tmp_path / str(seed)).check()
         except (PipelineError, AssertionError) as error:
-            return str(error)
+            return f"{type(error).__name__}: {error}"
     raise AssertionError("nothing went wrong")
 
 
@@ -94,7 +104,8 @@ def test_receives_that_are_posted_before_the_other_end_is_known_to_come(tmp_path
                 one.final = True
 
     monkeypatch.setattr(NcclTransport, "_hear_ready", eager)
-    assert any(word in broken("nccl", tmp_path, microbatches=7) for word in ("for ever", "nothing has moved", "KeyError", "did not leave"))
+    said = broken("nccl", tmp_path, microbatches=7)
+    assert "for ever" in said or "KeyError" in said, said
 
 
 def test_members_that_order_transfers_by_themselves(tmp_path, monkeypatch):
@@ -109,4 +120,26 @@ def test_members_that_order_transfers_by_themselves(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Engine, "_issue", alone)
     said = broken("nccl", tmp_path, members=2, ranks=2, microbatches=7, run_ahead=2, agreed=False)
-    assert any(word in said for word in ("for ever", "nothing has moved", "did not leave")), said
+    assert "for ever" in said, said
+
+
+def test_reductions_of_replicas_at_any_place(tmp_path):
+    """Why several chunks per rank, whose reductions Megatron moves to later actions, are refused beside transfers by NCCL."""
+    assert "for ever" in broken("nccl", tmp_path, members=2, ranks=2, replicas=True, forced=False, calls=(False,))
+
+
+def test_communicators_that_are_made_at_first_use(tmp_path, monkeypatch):
+    connect = FakeNccl.connect
+    monkeypatch.setattr(FakeNccl, "connect", lambda self, name, ranks: None if isinstance(name, Edge) else connect(self, name, ranks))
+    assert "before rank" in broken("nccl", tmp_path)
+
+
+def test_communicators_that_are_made_in_another_order(tmp_path, monkeypatch):
+    open_ = NcclTransport.open
+
+    def reversed_on_odd_ranks(self, post, *, deadline):
+        self._connect = self._connect[:: -1 if self._rank % 2 else 1]
+        open_(self, post, deadline=deadline)
+
+    monkeypatch.setattr(NcclTransport, "open", reversed_on_odd_ranks)
+    assert "connects" in broken("nccl", tmp_path)

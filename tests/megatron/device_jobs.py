@@ -7,7 +7,7 @@ from unittest import mock
 
 import model as gpt
 import torch
-from jobs import DELAYS, job, model_for, reference, schedule
+from jobs import DELAYS, JOBS, job, model_for, reference, schedule
 
 from rrfp.engine.launches import Launches
 from rrfp.megatron import executor
@@ -44,6 +44,13 @@ def same_on_a_device(*, microbatches, seeds, options, pace=0.0, steps=2, **setti
         if (where := gpt.difference(expected, got)) is not None:
             return f"seed {seed}, {options}: {where}"
     return None
+
+
+@job
+def on_a_device(*, run, seed=0, **arguments):
+    """Another job, by way of a device."""
+    with fake_device(seed):
+        return JOBS[run](**arguments)
 
 
 @job

@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 core = pytest.importorskip("megatron.core")
 
+from megatron.core.enums import Fp8Recipe  # noqa: E402
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
 
 from rrfp.errors import ConfigurationError  # noqa: E402
@@ -72,6 +73,13 @@ def test_neither(config):
     config = SimpleNamespace(**config)
     assert refusal(config) is None and delegation(config) is None
     check_call(config, order="microbatch")
+
+
+@pytest.mark.parametrize("recipe", list(Fp8Recipe))
+def test_every_recipe_of_fp8_is_decided(recipe):
+    """Delayed scaling alone keeps a history that is reduced over data-parallel ranks. A recipe that is new here has to be looked at."""
+    assert recipe.value in {"delayed", "tensorwise", "mxfp8", "blockwise", "custom"}
+    assert (refusal(SimpleNamespace(fp8="hybrid", fp8_recipe=recipe)) is not None) == (recipe == Fp8Recipe.delayed)
 
 
 def test_pairs_by_order_forbid_a_free_order():
