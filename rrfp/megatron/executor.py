@@ -13,6 +13,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 
 from rrfp.action import Action
+from rrfp.comm.tensors import Expected, check_arrival, from_arrival, to_payload
 from rrfp.comm.transport import Arrival
 from rrfp.engine.executor import Done
 from rrfp.engine.launches import Launches
@@ -21,7 +22,6 @@ from rrfp.megatron.memory import Meter
 from rrfp.megatron.microbatches import MicrobatchIterator
 from rrfp.megatron.padding import Padding
 from rrfp.megatron.split_backward import SplitChunk
-from rrfp.megatron.tensors import Expected, check_arrival, from_arrival, to_payload
 from rrfp.placement import Placement
 from rrfp.scheduler.dependencies import Task
 

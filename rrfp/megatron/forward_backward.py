@@ -11,6 +11,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
 from rrfp.comm.rendezvous import Fact
+from rrfp.comm.tensors import Expected
 from rrfp.errors import ConfigurationError
 from rrfp.megatron.compatibility import check_call, delegation
 from rrfp.megatron.executor import MegatronExecutor, StepContext
@@ -23,7 +24,6 @@ from rrfp.megatron.options import Options
 from rrfp.megatron.rerun import in_rerun, number_results
 from rrfp.megatron.runtime import Runtime, runtime_for
 from rrfp.megatron.split_backward import chunks_of, is_prepared
-from rrfp.megatron.tensors import Expected
 from rrfp.mode import mode_name
 from rrfp.policy import Policy
 from rrfp.scheduler.arbiter import MOST_UNSENT, Scheduler

@@ -1,6 +1,7 @@
 """Lowering: from a training DAG to plans (`rrfp.program.plan`)."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from rrfp.action import Action, Edge
 from rrfp.program.clock import nominal, run
@@ -124,7 +125,7 @@ class _Lowering:
         dag, devices = self.dag, self.groups[rank]
         nodes = {self.actions[node.name]: node for node in dag.of(COMPUTE, UPDATE) if node.devices == devices}
         nodes |= {peers[rank]: dag.nodes[name] for name, peers in self._peers.items() if rank in peers}
-        tasks = {action: self._task(action, node, rank) for action, node in nodes.items()}
+        tasks = self._in_one_order({action: self._task(action, node, rank) for action, node in nodes.items()}, nodes)
         units = tuple(sorted({action.stage for action in nodes}))
         row = self._row(rank, rows(dag)[devices], nodes)
         gathers = {action: gather.what.partition(".")[0] for action, node in nodes.items() for gather in dag.before(node.name)
@@ -138,16 +139,34 @@ class _Lowering:
         row = [tuple(self.actions[node.name] for node in group) for group in groups]
         place = {action: position for position, group in enumerate(row) for action in group}
         behind: dict[int, list[Action]] = {}
-        others = sorted((self.position[node.name], action) for action, node in nodes.items() if node.kind != COMPUTE)
-        for _, action in others:
+        for action in sorted((action for action, node in nodes.items() if node.kind != COMPUTE), key=lambda action: self._at_the_end(nodes[action])):
             position = len(row)
-            if nodes[action].kind in (ALL_REDUCE, REDUCE_SCATTER):
+            if nodes[action].kind in (ALL_REDUCE, REDUCE_SCATTER) and not is_tied(nodes[action]):
                 before = (self.actions.get(node.name) or self._peers[node.name].get(rank) for node in self.dag.before(nodes[action].name))
                 position = max(place.get(other, 0) for other in before)
             place[action] = position
             behind.setdefault(position, []).append(action)
         ordered = [group for position in range(len(row)) for group in (row[position], *((action,) for action in behind.get(position, ())))]
         return (*ordered, *((action,) for action in behind.get(len(row), ())))
+
+    def _at_the_end(self, node: Node) -> tuple[int, int]:
+        """The order of what is no computation: sums over several ranks, other reductions, updates and what follows them."""
+        return 0 if is_tied(node) else 1 if node.kind in (ALL_REDUCE, REDUCE_SCATTER) else 2, self.position[node.name]
+
+    def _in_one_order(self, tasks: dict[Action, Task], nodes: Mapping[Action, Node]) -> dict[Action, Task]:
+        """Sums over several ranks come after all computation of a rank, in one order everywhere; updates after both, one by one.
+
+        Whoever waits in an update has issued all that others could wait for: no two ranks wait for each other. Megatron's
+        `finalize_model_grads` has this order too.
+        """
+        computed = [action for action, node in nodes.items() if node.kind == COMPUTE]
+        read = {before for action in computed for before in tasks[action].after}
+        last = tuple(action for action in computed if action not in read)
+        for action in sorted((action for action, node in nodes.items() if is_tied(node) or node.kind == UPDATE),
+                             key=lambda action: self._at_the_end(nodes[action])):
+            tasks[action] = replace(tasks[action], after=tuple(dict.fromkeys((*tasks[action].after, *last))))
+            last = (action,)
+        return tasks
 
     def _task(self, action: Action, node: Node, rank: int) -> Task:
         dag, after = self.dag, []
@@ -164,6 +183,11 @@ class _Lowering:
         return Task(action, own, tuple(self.arrivals.get(node.name, ())), tuple(self.sends.get(node.name, ())),
                     in_flight=1 if node.phase == "F" and trains else -1 if held and not splits else 0,
                     backlog=1 if splits else -1 if node.kind == COMPUTE and node.phase == "W" else 0)
+
+
+def is_tied(node: Node) -> bool:
+    """Whether it sums the gradients of a parameter that several pipeline ranks have."""
+    return node.kind == ALL_REDUCE and node.what.startswith("tied.")
 
 
 def _peak(row: Row, dependencies: Dependencies) -> int:

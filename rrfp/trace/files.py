@@ -38,6 +38,15 @@ class Message(NamedTuple):
     time: float
 
 
+class Moved(NamedTuple):
+    """A collective that ran on a stream of its own."""
+
+    stream: str
+    what: str
+    start: float
+    end: float
+
+
 @dataclass
 class Call:
     """One call of one rank, times in seconds of the timeline's clock."""
@@ -53,6 +62,7 @@ class Call:
     waits: list[Waited] = field(default_factory=list)
     arrivals: list[Message] = field(default_factory=list)
     sent: list[Message] = field(default_factory=list)
+    moved: list[Moved] = field(default_factory=list)
     mode: str | None = None
     """What it ran under (`rrfp.mode`), if the trace says."""
 
@@ -67,6 +77,7 @@ class Call:
         self.waits = [wait._replace(start=right(wait.start), end=right(wait.end)) for wait in self.waits]
         self.arrivals = [message._replace(time=right(message.time)) for message in self.arrivals]
         self.sent = [message._replace(time=right(message.time)) for message in self.sent]
+        self.moved = [moved._replace(start=right(moved.start), end=right(moved.end)) for moved in self.moved]
 
 
 @dataclass
@@ -294,6 +305,9 @@ def _add(trace: RankTrace, line: list, shift: float, wanted: set[int] | None) ->
     elif tag in ("arrival", "sent"):
         edge, microbatch, time = rest
         (call.arrivals if tag == "arrival" else call.sent).append(Message(parse_edge(edge), microbatch, time + shift))
+    elif tag == "moved":
+        stream, what, start, end = rest
+        call.moved.append(Moved(stream, what, start + shift, end + shift))
     elif tag == "end":
         call.end, call.complete = rest[0] + shift, True
     else:

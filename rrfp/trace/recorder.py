@@ -7,9 +7,10 @@ arrays, times in seconds of time.monotonic():
     ["action", call, "2F0", start, end, in flight, padded]
     ["wait", call, cause, start, end]
     ["arrival", call, "0>1", microbatch, time]      ["sent", call, "0>1", microbatch, time]
+    ["moved", call, stream, what, start, end]       (a collective on a stream of its own)
     ["end", call, time]
 
-Threads: `arrival` and `sent` may come from any thread (list.append is atomic); everything else from the engine's thread.
+Threads: `arrival`, `sent` and `moved` may come from any thread (list.append is atomic); everything else from the engine's thread.
 Nothing blocks, except the file write after a call has ended. A write that fails ends the trace with one warning: it never
 ends the training.
 """
@@ -105,6 +106,11 @@ class Recorder:
     def sent(self, edge: Edge, microbatch: int, time: float) -> None:
         if self._file is not None or self._keep:
             self._events.append(("sent", self._call, edge, microbatch, time))
+
+    def moved(self, stream: str, what: str, start: float, end: float) -> None:
+        """A collective ran on `stream`, beside the actions."""
+        if self._file is not None or self._keep:
+            self._events.append(("moved", self._call, stream, what, start, end))
 
     def end_call(self, now: float) -> None:
         """The call ended at `now`: works out its breakdown and writes the file. Raises ValueError for overlaps under `debug`."""

@@ -5,12 +5,12 @@ import re
 import numpy as np
 import pytest
 import torch
-
 from group import Group
+
 from rrfp.action import Edge
+from rrfp.comm.tensors import Expected, check_arrival
 from rrfp.comm.transport import Arrival, Part
 from rrfp.errors import PipelineError
-from rrfp.megatron.tensors import Expected, check_arrival
 
 RANKS = 4
 

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from rrfp.errors import ConfigurationError
@@ -13,60 +12,9 @@ from rrfp.program.capture import annotate, capture
 from rrfp.program.directives import Place, Replicate, Split, apply
 from rrfp.program.training import training_dag
 from tests.program.interpreter import Devices
+from tests.program.transformer import EXPERTS, GPT, HIDDEN, LENGTH, loss, make_batch
 
-WORDS, HIDDEN, LENGTH, EXPERTS = 11, 8, 3, 4
 RATE = 0.1
-
-
-class Block(nn.Module):
-    """Attention, then a mixture of experts with real routing: experts x tokens x hidden goes into them."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-        self.gate = nn.Linear(HIDDEN, EXPERTS)
-        self.up = nn.Parameter(torch.randn(EXPERTS, HIDDEN, 2 * HIDDEN) / 3)
-        self.down = nn.Parameter(torch.randn(EXPERTS, 2 * HIDDEN, HIDDEN) / 3)
-
-    def forward(self, x):
-        rows, length, hidden = x.shape
-        q, k, v = self.qkv(self.norm(x)).view(rows, length, 3, 2, hidden // 2).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, hidden))
-        weights = self.gate(x).softmax(-1)
-        chosen = F.one_hot(weights.argmax(-1), EXPERTS).to(x.dtype)
-        tokens = torch.einsum("rle,rlh->erlh", chosen, x).flatten(1, 2)
-        with annotate("EP"):
-            tokens = torch.bmm(torch.bmm(tokens, self.up).relu(), self.down)
-        return x + torch.einsum("rle,erlh->rlh", weights * chosen, tokens.view(EXPERTS, rows, length, hidden))
-
-
-class GPT(nn.Module):
-    """Its output weight is its embedding: one parameter of the first and the last stage. The mask is a buffer."""
-
-    def __init__(self, stages):
-        super().__init__()
-        self.embedding, self.blocks = nn.Embedding(WORDS, HIDDEN), nn.ModuleList(Block() for _ in range(stages))
-        self.head = nn.Linear(HIDDEN, WORDS, bias=False)
-        self.head.weight = self.embedding.weight
-        self.register_buffer("place", torch.linspace(0, 1, LENGTH).unsqueeze(1))
-
-    def forward(self, words):
-        x = words
-        for index, block in enumerate(self.blocks):
-            with annotate("PP"):
-                x = block(self.embedding(x) + self.place if index == 0 else x)
-                x = x if index < len(self.blocks) - 1 else self.head(x)
-        return x
-
-
-def loss(model, batch):
-    return F.cross_entropy(model(batch["words"]).flatten(0, 1), batch["next"].flatten())
-
-
-def make_batch(rows, seed):
-    words = torch.randint(0, WORDS, (rows, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
-    return {"words": words[:, :-1], "next": words[:, 1:]}
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +31,7 @@ def test_segments_and_tensors(gpt):
     first, experts, last = captured.traced.segments[0], captured.traced.segments[1], captured.traced.segments[-1]
     assert first.tags == {"PP": 0} and experts.tags == {"PP": 0, "EP": 0} and first.inputs == ("words",)
     assert "embedding.weight" in first.parameters and "embedding.weight" in last.parameters, "one parameter, two segments"
-    assert set(experts.parameters) == {"blocks.0.up", "blocks.0.down"}
+    assert set(experts.parameters) == {"blocks.0.1.up", "blocks.0.1.down"}
     tokens = captured.traced.tensors[experts.inputs[0]]
     assert (tokens.shape, tokens.batch, tokens.dtype) == ((EXPERTS, 8 * LENGTH, HIDDEN), 1, "float64")
     assert "next" in last.inputs and not any("place" in segment.parameters for segment in captured.traced.segments)

@@ -1,7 +1,6 @@
 """Tensors to messages and back. A message carries dtype and shape, so shapes may change from microbatch to microbatch.
 
-What is checked on arrival: an activation against the shape and dtype that Megatron would have received it with (with
-`variable_seq_lengths` any shape), a gradient against the output that it belongs to.
+What is checked on arrival is what the receiver says it expects: an activation's shape and dtype, a gradient's output.
 """
 
 import inspect
@@ -25,7 +24,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
 def to_payload(tensors: Sequence[torch.Tensor | None], *, device: Device | None = None) -> Payload:
     """The bytes of `tensors`, sharing their memory. A missing gradient (None) stays a missing gradient at the other end.
 
-    The storage is kept alive by the payload, so `deallocate_output_tensor` may swap the tensor's data at once.
+    The storage is kept alive by the payload, so the sender may swap the tensor's data at once, or let go of it.
 
     device: the GPU that the tensors are on; nothing here waits for it. None: they are on the CPU.
     """
@@ -109,7 +108,7 @@ def _tensor(part: Part, device: torch.device) -> torch.Tensor | None:
     if math.prod(part.shape) == 0:
         return torch.empty(part.shape, dtype=dtype, device=device)
     storage = _memory(part.data).untyped_storage()
-    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, part.shape)  # not a view: Megatron frees outputs only if `_base is None`
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, part.shape)  # not a view: whoever frees outputs early asks for `_base is None`
 
 
 def _memory(data: np.ndarray | Memory) -> torch.Tensor:

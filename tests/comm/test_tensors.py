@@ -9,8 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from rrfp.action import Edge  # noqa: E402
+from rrfp.comm.tensors import from_arrival  # noqa: E402
 from rrfp.comm.transport import Arrival, Part  # noqa: E402
-from rrfp.megatron.tensors import from_arrival  # noqa: E402
 
 
 class Transport:

@@ -1,0 +1,335 @@
+"""A program, opened on the ranks of a `torch.distributed` job: `compile(model, directives).step(batch, loss)`."""
+
+import hashlib
+import itertools
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+
+from rrfp.comm import rendezvous
+from rrfp.comm.rendezvous import Fact
+from rrfp.comm.transport import Departure, Event, Failure
+from rrfp.comm.zmq_transport import ZmqTransport
+from rrfp.engine.failure import FailureLatch
+from rrfp.engine.loop import FIRST_CALL, Engine
+from rrfp.engine.watchdog import Watcher
+from rrfp.errors import ConfigurationError, PipelineError
+from rrfp.program.capture import Captured, capture
+from rrfp.program.dag import ALL_TO_ALL, SEND, Node
+from rrfp.program.directives import Directive, apply
+from rrfp.program.execute.collectives import Collectives
+from rrfp.program.execute.exchange import ExchangeTransport
+from rrfp.program.execute.executor import ProgramExecutor
+from rrfp.program.execute.parameters import MakeOptimizer, Parameters
+from rrfp.program.execute.pool import Pool
+from rrfp.program.execute.streams import Streams
+from rrfp.program.execute.wiring import Wiring, losses
+from rrfp.program.lower import lower
+from rrfp.program.plan import MODES, Lowered
+from rrfp.program.training import training_dag
+from rrfp.tp_coord.domain import Domain
+from rrfp.tp_coord.opening import open_agreement
+from rrfp.trace.recorder import Recorder
+
+OPEN_DEADLINE = 120.0
+CLOSE_DEADLINE = 10.0
+CREDITS = 4
+SWITCH_INTERVAL = 1e-4
+"""Seconds for which a thread may keep the interpreter lock while another wants it: the streams' threads wait for no long turn."""
+_openings = itertools.count()
+Loss = Callable[[torch.nn.Module, Mapping[str, torch.Tensor]], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """Durations for tests and benchmarks on machines whose own say nothing: what is emulated is slept.
+
+    seconds: an action, or a collective, takes at least so long, by its node. delay: seconds by which a message of an edge is late.
+    """
+
+    seconds: Callable[[Node], float] = lambda node: 0.0
+    delay: Callable | None = None
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most that a device held in a step. activations: of units. gathered: bytes of ZeRO-3's gathered parameters."""
+
+    activations: int = 0
+    gathered: int = 0
+
+
+def compile(
+    model: torch.nn.Module | Captured,
+    directives: Sequence[Directive],
+    *,
+    example_batch: Mapping[str, torch.Tensor] | None = None,
+    loss: Loss | None = None,
+    mode: str = "ready",
+    limit: int | None = None,
+    optimizer: MakeOptimizer = torch.optim.AdamW,
+    trace: str | Path | None = None,
+    timeout: float = 600.0,
+    interface: str | None = None,
+    emulation: Emulation | None = None,
+) -> "Compiled":
+    """A strategy over a model, ready to train. Every rank of the job calls it alike; global rank = device of the directives.
+
+    `torch.distributed` must be initialised (torchrun's variables and `init_process_group("gloo")`). The model is captured with the
+    example batch, here or, if that is not given, with the first step's. Its parameters at that time are where training begins: they are
+    copied, and must be equal on all ranks.
+
+    Args:
+        model: with `annotate`d parts (`rrfp.program.capture`), or what `capture` made of it.
+        example_batch: of one replica, by name, first dimension the batch.
+        loss: loss(model, batch) -> a scalar, the mean over the batch. May be given to the first step.
+        mode: "ready", or "strict": the order of the directives is obeyed (`Lowered.scheduler`).
+        limit: ready mode: activations that a rank may hold; by default what its order holds.
+        optimizer: makes one from a list of parameters. With ZeRO these are flat shards, which lie across parameters: then only
+            optimizers that treat every number for itself (SGD, Adam, AdamW) compute what they would without.
+        trace: directory for traces, one below it per pipeline.
+        timeout: seconds without progress, of an action, a message or a collective, after which the step fails on every rank.
+        interface: network name or address for messages to other hosts.
+
+    Raises:
+        ConfigurationError: for what the directives, the model or this job do not allow; and on every rank, if two were given different
+            ones.
+        PipelineError: a rank did not come; names it.
+    """
+    if mode not in MODES:
+        raise ConfigurationError(f"mode {mode}: must be one of {', '.join(MODES)}")
+    if not dist.is_initialized():
+        raise ConfigurationError('compile: torch.distributed is not initialised; start with torchrun, and call init_process_group("gloo") first')
+    settings = {"mode": mode, "limit": limit, "optimizer": optimizer, "trace": trace, "timeout": timeout, "interface": interface,
+                "emulation": emulation or Emulation()}
+    compiled = Compiled(model, tuple(directives), loss, settings)
+    if isinstance(model, Captured):
+        compiled._open(model)
+    elif example_batch is not None:
+        compiled._capture(example_batch, None)
+    return compiled
+
+
+class Compiled:
+    """One rank's end. Use as a context manager, or `close` it; all ranks do the same calls in the same order."""
+
+    def __init__(self, model, directives: tuple[Directive, ...], loss: Loss | None, settings: Mapping):
+        self._model, self._directives, self._loss, self._settings = model, directives, loss, settings
+        self._run: _Run | None = None
+        self.peak = Peak()
+        self.mode: str = settings["mode"]
+        """May be changed between two steps, on all ranks."""
+
+    def step(self, batch: Mapping[str, torch.Tensor], loss: Loss | None = None) -> torch.Tensor:
+        """Forward, backward and update of one batch.
+
+        Args:
+            batch: this replica's part of the batch, by name, on every rank of its pipeline that reads any of it. Replicas get equally
+                many rows. It is cut into microbatches here.
+            loss: as `compile`'s, in the first step, if that was not given one.
+
+        Returns:
+            The losses of all microbatches of this replica, on every rank: microbatches.
+
+        Raises:
+            ConfigurationError: the batch does not fit the program.
+            PipelineError: a rank failed or was lost, or nothing moved for too long: on every rank, naming the first to fail.
+        """
+        if self._run is None:
+            self._capture(batch, loss)
+        found = self._run.step(batch, mode=self.mode)
+        self.peak = self._run.peak
+        return found
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The parameters that this rank holds pieces of, whole, by the model's names. All ranks call it: shards are gathered."""
+        return self._opened("state_dict").state_dict()
+
+    @property
+    def program(self) -> Lowered:
+        return self._opened("program").program
+
+    def close(self) -> None:
+        """Say goodbye to the other ranks and join every thread. Safe to call twice and after a failure."""
+        if self._run is not None:
+            self._run.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        self.close()
+
+    def _opened(self, what: str) -> "_Run":
+        if self._run is None:
+            raise ConfigurationError(f"{what}: the model is captured with the first step's batch; make a step first, or give compile an example_batch")
+        return self._run
+
+    def _capture(self, batch: Mapping[str, torch.Tensor], loss: Loss | None) -> None:
+        loss = loss or self._loss
+        if loss is None:
+            raise ConfigurationError("loss: none was given; give one to compile, or to the first step")
+        self._open(capture(self._model, batch, loss=loss))
+
+    def _open(self, captured: Captured) -> None:
+        self._run = _Run(captured, lower(apply(training_dag(captured.traced), self._directives)), **self._settings)
+
+
+class _Run:
+    """What is open: connections, threads, parameters."""
+
+    def __init__(self, captured: Captured, program: Lowered, *, mode: str, limit: int | None, optimizer: MakeOptimizer, trace, timeout: float,
+                 interface: str | None, emulation: Emulation):
+        self.program, self._limit = program, limit
+        self._device = device = dist.get_rank()
+        _check_job(program)
+        self._plan = plan = program.plans[program.rank_of[device]]
+        self._replica = plan.devices.index(device)
+        store = dist.PrefixStore(f"rrfp-program/{next(_openings)}", dist.distributed_c10d._get_default_store())
+        self._compare(store, captured, f"{mode}, limit {limit}")
+        program.scheduler(plan.rank, mode=mode, limit=limit)  # refuses a limit that is too small, before anything is opened
+        self._tensors = next(iter(captured.weights.values())).device
+        self.parameters = Parameters(program, captured.weights, device=device, make_optimizer=optimizer)
+        directory = None if trace is None else Path(trace) / f"pipeline{self._replica}"
+        self.recorder = Recorder(rank=plan.rank, stages=plan.dependencies.stages, directory=directory, ranks=len(program.plans), mode=mode)
+        self._durations: dict[str, float] = {}
+        self._departed: set[int] = set()
+        latch = FailureLatch()
+        self._streams = Streams(rank=device, latch=latch, fail=self._fail, deadline=lambda: self._engine.patience, record=self.recorder.moved,
+                                seconds=lambda name: emulation.seconds(program.dag.nodes[name]) if name in program.dag.nodes else 0.0)
+        self._collectives = Collectives(program, device=device, timeout=FIRST_CALL * timeout)
+        self._collectives.connect(self.parameters, self._streams)
+        self._wiring = wiring = Wiring(program, plan.rank)
+        self._open(store, latch, timeout, interface, emulation)
+        pool = self._make_pool()
+        self._executor = ProgramExecutor(
+            program, plan, functions=captured.functions, loss=captured.traced.loss, wiring=wiring, parameters=self.parameters, pool=pool,
+            streams=self._streams, collectives=self._collectives, release=self._transport.release, device=self._tensors, seconds=emulation.seconds)
+        self._pool = pool
+        makers = losses(program, captured.traced.loss)
+        self._pieces = len(makers)
+        self._loss_device = program.dag.nodes[next(iter(makers))].devices[self._replica]
+        self.peak = Peak()
+        self._closed = False
+
+    def _compare(self, store, captured: Captured, mode: str) -> None:
+        """Every rank has the same program and the same parameters to begin with."""
+        sums = hashlib.sha256(repr([(name, value.detach().double().sum().item()) for name, value in captured.weights.items()]).encode())
+        facts = {
+            "the program": Fact(self.program.digest[:12], "give every rank the same model and directives"),
+            "the mode": Fact(mode, "give every rank the same"),
+            "the parameters": Fact(sums.hexdigest()[:12], "initialise the model with the same seed on every rank, or load the same checkpoint"),
+            "torch": Fact(torch.__version__, "install the same release on every rank"),
+        }
+        rendezvous.compare(store, "facts", "hello", self._device, range(dist.get_world_size()), facts, until=time.monotonic() + OPEN_DEADLINE)
+
+    def _open(self, store, latch: FailureLatch, timeout: float, interface: str | None, emulation: Emulation) -> None:
+        program, plan, device = self.program, self._plan, self._device
+        owner = {unit: program.plans[rank].devices[self._replica] for unit, rank in enumerate(program.owners)}
+        edges = [edge for edge, message in plan.messages.items() if message.kind == SEND]
+        local = [edge for edge, message in plan.messages.items() if message.kind == ALL_TO_ALL]
+        heartbeat = min(2.0, timeout / 10)
+        agreement = open_agreement(
+            "auto", domain=Domain(tuple(sorted(plan.devices))), rank=device, store=store, namespace="agreement",
+            edges=[*local, *(edge for edge in edges if owner[edge.destination] == device)], deadline=OPEN_DEADLINE,
+            heartbeat_s=heartbeat, silence_s=4 * timeout, interface=interface)
+        microbatches = 1 + max((action.microbatch or 0 for action in plan.nodes), default=0)
+        below = ZmqTransport(
+            rank=device, edges_in=[edge for edge in edges if owner[edge.destination] == device],
+            edges_out=[edge for edge in edges if owner[edge.source] == device], owner=owner, store=store, namespace=f"pipeline{self._replica}",
+            # Out of order, a message may be wanted that lies behind all others of its edge.
+            credits=CREDITS if program.order == "microbatch" else max(CREDITS, microbatches), interface=interface, delay=emulation.delay,
+            heartbeat_s=heartbeat, told_of=range(dist.get_world_size()))
+        exchanges = {(edge, m): [(item.via, plan.messages[edge].stream, self._collectives.exchange(item.via)) for item in items]
+                     for (edge, m), items in self._wiring.items.items() if plan.messages[edge].kind == ALL_TO_ALL}
+        self._transport = ExchangeTransport(below, streams=self._streams, exchanges=exchanges)
+        self._agreement = agreement
+        self._engine = Engine(rank=device, owner=owner.__getitem__, transport=self._transport, agreement=agreement, recorder=self.recorder,
+                              timeout=timeout, latch=latch)
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
+        self._transport.open(self._post, deadline=OPEN_DEADLINE)
+        agreement.open(self._engine.wake, self._engine.hear)
+        self._watcher = Watcher(self._engine, departed=self._departed, report=lambda text, view: None)
+
+    def _make_pool(self) -> Pool:
+        plan, dag = self._plan, self.program.dag
+        row = [(action, plan.gathers[action]) for group in plan.row for action in group if action in plan.gathers]
+        titles = dict.fromkeys(bucket for _, bucket in row)
+        return Pool(row, prefetch={title: dag.buckets[title].prefetch for title in titles},
+                    nbytes={title: self.parameters.stores[title].nbytes for title in titles}, gather=self._collectives.gather,
+                    free=lambda title: self.parameters.stores[title].free(), wait=self._streams.wait)
+
+    def _post(self, event: Event) -> None:
+        if type(event) is Departure:
+            self._departed.add(event.rank)
+        self._engine.post(event)
+
+    def _fail(self, failure: Failure) -> None:
+        """From a stream's thread."""
+        self._engine.post(failure)
+        self._transport.abort(failure)
+
+    def step(self, batch: Mapping[str, torch.Tensor], *, mode: str) -> torch.Tensor:
+        if self._closed:
+            raise PipelineError("step: this program is closed")
+        scheduler = self.program.scheduler(self._plan.rank, mode=mode, limit=self._limit)
+        scheduler.durations |= self._durations
+        self._executor.begin(batch)
+        self._engine.run(scheduler, self._executor, announce=scheduler.announces, microbatches=self._pieces)
+        self._durations = dict(scheduler.durations)
+        self.peak = Peak(max(self.peak.activations, scheduler.peak_in_flight), max(self.peak.gathered, self._pool.peak))
+        own = self._executor.losses
+        found = torch.zeros(self._pieces, device=self._tensors, dtype=torch.float32)
+        for piece, loss in own.items():
+            found[piece] = loss
+        try:
+            self._executor.finish()
+            return self._collectives.from_rank(found, self._loss_device)
+        except PipelineError as error:
+            self._engine.fail(error)
+            raise
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        dag, found = self.program.dag, {}
+        for title, store in self.parameters.stores.items():
+            if store.sharing.zero == 3:
+                self._streams.wait(self._collectives.gather(title))
+        for segment in dag.segments:
+            if dag.homes[segment] != self._plan.devices:
+                continue
+            ways = dag.sharded.get(segment, 1)
+            for name in dag.owned(segment):
+                own = self.parameters.weights(segment)[name].detach()
+                found[name] = torch.cat(self._collectives.of_replicas(own)[:ways]) if ways > 1 else own.clone()
+        for store in self.parameters.stores.values():
+            if store.sharing.zero == 3:
+                store.free()
+        return found
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._watcher.close(exiting=False)
+        try:
+            self._transport.close(deadline=CLOSE_DEADLINE)
+        finally:
+            failed = self._engine.latch.failure is not None
+            self._agreement.close()
+            stuck = self._streams.close(deadline=1.0 if failed else CLOSE_DEADLINE)
+            self.recorder.close()
+            if not failed and not stuck:
+                self._collectives.close()
+
+
+def _check_job(program: Lowered) -> None:
+    devices = sorted(program.rank_of)
+    world = dist.get_world_size()
+    if devices != list(range(world)):
+        raise ConfigurationError(f"place: the program runs on devices {', '.join(map(str, devices))}, and this job has ranks 0 to {world - 1}:"
+                                 " a device is a global rank; start as many, or place on all of them")

@@ -1,0 +1,122 @@
+"""Communication streams: collectives that run beside the actions, each stream one after another.
+
+Threads. The engine's thread issues operations, in the order of the agreed actions, and waits for them; a stream's own thread runs them
+in that order (invariant 8: it only moves bytes). Every stream has communicators of its own, so what one stream waits for never holds
+another. Since all members issue in one order, no two of them wait for each other's collectives.
+
+Errors. What an operation raises, and a wait that takes too long, is the process' failure: it is told to the engine, and every later
+operation ends with it. A thread that stands in a collective whose peer is gone returns when that peer's connection closes, or at the
+deadline.
+"""
+
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+
+from rrfp.comm.transport import Failure
+from rrfp.engine.failure import FailureLatch
+from rrfp.errors import PipelineError
+
+LOOK = 0.1
+"""Seconds after which who waits looks whether something has failed elsewhere."""
+
+
+class Operation:
+    """One collective, under way or done."""
+
+    __slots__ = ("name", "run", "after", "then", "done", "failed")
+
+    def __init__(self, name: str, run: Callable[[], None], after: tuple["Operation", ...], then: Callable[[], None] | None):
+        self.name, self.run, self.after, self.then = name, run, after, then
+        self.done = threading.Event()
+        self.failed = False
+
+
+class Streams:
+    """The streams of one process.
+
+    Args:
+        rank: names this process in failures.
+        latch: where failures are known; nothing is waited for once one is.
+        fail: takes a `Failure` of a stream's thread.
+        deadline: seconds that one operation, or the wait for one, may take; asked each time.
+        record: record(stream, name, start, end) when an operation ran.
+        seconds: emulated durations, for tests and benchmarks only: an operation takes at least so long.
+    """
+
+    def __init__(self, *, rank: int, latch: FailureLatch, fail: Callable[[Failure], None], deadline: Callable[[], float],
+                 record: Callable[[str, str, float, float], None], seconds: Callable[[str], float] = lambda name: 0.0):
+        self._rank, self._latch, self._fail, self._deadline = rank, latch, fail, deadline
+        self._record, self._seconds = record, seconds
+        self._queues: dict[str, queue.SimpleQueue[Operation | None]] = {}
+        self._threads: list[threading.Thread] = []
+
+    def issue(self, stream: str, name: str, run: Callable[[], None], *, after: Iterable[Operation] = (),
+              then: Callable[[], None] | None = None) -> Operation:
+        """Put an operation behind what the stream has. Never blocks.
+
+        Args:
+            run: issues the collective and waits for it (`finish`).
+            after: operations, of other streams too, that must be done before.
+            then: called on the stream's thread when it is done.
+        """
+        operation = Operation(name, run, tuple(after), then)
+        if stream not in self._queues:
+            self._queues[stream] = queue.SimpleQueue()
+            thread = threading.Thread(target=self._serve, args=(stream,), name=f"rrfp-stream-{stream}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self._queues[stream].put(operation)
+        return operation
+
+    def finish(self, work) -> None:
+        """Wait for a `torch.distributed.Work`, at most the deadline. Raises torch's error."""
+        work.wait(timedelta(seconds=self._deadline()))
+
+    def wait(self, operation: Operation) -> None:
+        """Wait until it is done. Raises PipelineError: it failed, something else did, or it took too long."""
+        until = time.monotonic() + self._deadline()
+        while not operation.done.wait(LOOK):
+            self._latch.raise_if_set()
+            if time.monotonic() > until:
+                raise PipelineError(f"{operation.name} is not done after {self._deadline():.0f} s: another rank has not come to it")
+        if operation.failed:
+            self._latch.raise_if_set()
+            raise PipelineError(f"{operation.name} failed")
+
+    def close(self, *, deadline: float) -> list[str]:
+        """End the threads. Returns the streams that still stand in a collective (after a failure)."""
+        for each in self._queues.values():
+            each.put(None)
+        until = time.monotonic() + deadline
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        return [thread.name for thread in self._threads if thread.is_alive()]
+
+    # ------------------------------------------------------------------ a stream's thread
+    def _serve(self, stream: str) -> None:
+        while (operation := self._queues[stream].get()) is not None:
+            try:
+                self._run(stream, operation)
+            except BaseException as error:
+                operation.failed = True
+                if self._latch.failure is None:
+                    lines = str(error).strip().splitlines()
+                    text = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+                    self._fail(Failure(self._rank, operation.name, text, traceback.format_exc()))
+            finally:
+                operation.done.set()
+
+    def _run(self, stream: str, operation: Operation) -> None:
+        for before in operation.after:
+            self.wait(before)
+        self._latch.raise_if_set()
+        start = time.monotonic()
+        operation.run()
+        time.sleep(max(0.0, start + self._seconds(operation.name) - time.monotonic()))
+        self._record(stream, operation.name, start, time.monotonic())
+        if operation.then is not None:
+            operation.then()
