@@ -1,8 +1,8 @@
 """A timeline as Chrome trace events, the JSON that https://ui.perfetto.dev and chrome://tracing open.
 
-Groups of tracks: the stages (one track each, actions in the notation, arrows from an action to the one that uses its result), the
-ranks (calls, and inside them the waits with their cause), the streams on which collectives ran beside the actions (one track for each
-of a rank's, if there are any), and a counter per stage of activations in flight.
+Groups of tracks: the stages (one track each, actions in the notation, arrows from an action to the one that uses its
+result), the ranks (calls, and inside them the waits with their cause), a counter per stage of activations in flight, and, where
+collectives ran beside the actions, their streams.
 Format: "Trace Event Format", Google, times in microseconds.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rrfp.trace.files import Ran, Timeline
 
-_STAGES, _RANKS, _STREAMS, _COUNTERS = 1, 2, 3, 4  # process ids: Perfetto shows a group per process, in this order
+_STAGES, _RANKS, _COUNTERS, _STREAMS = 1, 2, 3, 4  # process ids: Perfetto shows a group per process, in this order
 
 
 def chrome_events(timeline: Timeline, *, calls: Iterable[int] | None = None) -> list[dict]:
@@ -25,19 +25,24 @@ def chrome_events(timeline: Timeline, *, calls: Iterable[int] | None = None) -> 
     def us(seconds: float) -> float:
         return round((seconds - zero) * 1e6, 3)
 
-    streams = timeline.streams
-    groups = {_STAGES: "stages", _RANKS: "ranks: calls and waits"} | ({_STREAMS: "communication streams"} if streams else {})
-    groups |= {_COUNTERS: "activations in flight"}
-    events = [_named("process", pid, 0, name) for pid, name in groups.items()]
-    for index, pid in enumerate(groups):
+    events = [
+        _named("process", _STAGES, 0, "stages"),
+        _named("process", _RANKS, 0, "ranks: calls and waits"),
+        _named("process", _COUNTERS, 0, "activations in flight"),
+    ]
+    for index, pid in enumerate((_STAGES, _RANKS, _COUNTERS)):
         events.append({"ph": "M", "name": "process_sort_index", "ts": 0, "pid": pid, "tid": 0, "args": {"sort_index": index}})
     for stage, rank in timeline.rank_of.items():
         events.append(_named("thread", _STAGES, stage, f"stage {stage} (rank {rank})"))
     for rank in sorted(timeline.ranks):
         events.append(_named("thread", _RANKS, rank, f"rank {rank}"))
-    track = {stream: number for number, stream in enumerate(streams)}
-    for (rank, name), number in track.items():
-        events.append(_named("thread", _STREAMS, number, f"rank {rank}: {name}"))
+
+    streams = {key: number for number, key in enumerate(sorted(
+        {(rank, moved.stream) for ranks in chosen for rank, call in ranks.items() for moved in call.moved}))}
+    if streams:
+        events.append(_named("process", _STREAMS, 0, "streams: collectives"))
+    for (rank, stream), number in streams.items():
+        events.append(_named("thread", _STREAMS, number, f"{stream} (rank {rank})"))
 
     flows = 0
     for ranks in chosen:
@@ -47,7 +52,7 @@ def chrome_events(timeline: Timeline, *, calls: Iterable[int] | None = None) -> 
             for cause, start, end in call.waits:
                 events.append(_slice(f"wait {cause}", "wait", us(start), us(end), _RANKS, rank, {"call": call.number}))
             for stream, what, start, end in call.moved:
-                events.append(_slice(what, what.partition(":")[0], us(start), us(end), _STREAMS, track[rank, stream], {"call": call.number}))
+                events.append(_slice(what, what.partition(":")[0], us(start), us(end), _STREAMS, streams[rank, stream], {"call": call.number}))
             for ran in call.actions:
                 arguments = {"call": call.number, "microbatch": ran.action.microbatch, "in flight": ran.in_flight}
                 if ran.padded:

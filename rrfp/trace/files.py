@@ -110,11 +110,6 @@ class Timeline:
         return dict(sorted((stage, trace.rank) for trace in self.ranks.values() for stage in trace.stages))
 
     @cached_property
-    def streams(self) -> tuple[tuple[int, str], ...]:
-        """(rank, stream) of every stream on which a collective ran beside the actions, sorted."""
-        return tuple(sorted({(trace.rank, moved.stream) for trace in self.ranks.values() for call in trace.calls.values() for moved in call.moved}))
-
-    @cached_property
     def calls(self) -> tuple[int, ...]:
         """The calls that at least one rank began, ascending."""
         return tuple(sorted({number for trace in self.ranks.values() for number in trace.calls}))

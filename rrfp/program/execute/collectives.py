@@ -3,7 +3,8 @@
 Communicators are made up front, in one order on all ranks: one for each stream and group, so that no stream waits for another.
 """
 
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 
 import torch
@@ -44,9 +45,14 @@ class Collectives:
                 if device in members:
                     self._groups[stream, members] = group
 
-    def connect(self, parameters: Parameters, streams: Streams) -> None:
-        """What the collectives move, and where they run."""
-        self._parameters, self._streams = parameters, streams
+    def connect(self, parameters: Parameters, streams: Streams, exchanges: Mapping[str, int]) -> None:
+        """What the collectives move, where they run, and by stream how many all-to-alls a call issues there."""
+        self._parameters, self._streams, self._exchanges = parameters, streams, exchanges
+
+    def begin(self) -> None:
+        """Before a call."""
+        self._left = dict(self._exchanges)
+        self._slotted: dict[str, deque[Operation]] = {stream: deque() for stream in self._left}
 
     def _group(self, node: Node):
         """(communicator, members) of this device."""
@@ -73,7 +79,23 @@ class Collectives:
                 else:
                     store.reduce(node.kind, part, piece, group, finish)
 
-        return self._streams.issue(node.stream, node.name, run, after=after)
+        operation = Operation(node.name, run, tuple(after))
+        slotted = node.what in self._dag.buckets and node.kind != ALL_GATHER and self._dag.buckets[node.what].slotted
+        if slotted and self._left.get(node.stream):
+            self._slotted[node.stream].append(operation)
+        else:
+            self._streams.put(node.stream, operation)
+        return operation
+
+    def exchanged(self, stream: str) -> None:
+        """An all-to-all was issued: one slotted reduction goes behind it; behind the last, all that are left.
+
+        Counted in the order of issue, which is the members' own: their streams stay equal.
+        """
+        self._left[stream] -= 1
+        waiting = self._slotted[stream]
+        for _ in range(min(1, len(waiting)) if self._left[stream] else len(waiting)):
+            self._streams.put(stream, waiting.popleft())
 
     def gather(self, bucket: str) -> Operation:
         """ZeRO-3: bring a bucket."""
@@ -112,8 +134,12 @@ class Collectives:
     def _own(self, name: str, run: Callable[[], None]) -> None:
         self._streams.wait(self._streams.issue(OWN, name, run))
 
-    def close(self) -> None:
-        """Let go of the communicators. Only when nothing runs on them."""
-        for group in self._groups.values():
-            dist.destroy_process_group(group)
-        self._groups.clear()
+    def close(self, streams: Iterable[str]) -> None:
+        """Let go of the communicators of these streams, on which nothing runs. Whoever still waits on the other end gets an error."""
+        for stream, members in [key for key in self._groups if key[0] in streams]:
+            dist.destroy_process_group(self._groups.pop((stream, members)))
+
+    @property
+    def streams(self) -> set[str]:
+        """Those that have communicators."""
+        return {stream for stream, _ in self._groups}

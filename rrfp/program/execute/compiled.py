@@ -1,9 +1,11 @@
 """A program, opened on the ranks of a `torch.distributed` job: `compile(model, directives).step(batch, loss)`."""
 
+import contextlib
 import hashlib
 import itertools
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,11 +202,13 @@ class _Run:
         self._durations: dict[str, float] = {}
         self._departed: set[int] = set()
         latch = FailureLatch()
-        self._streams = Streams(rank=device, latch=latch, fail=self._fail, deadline=lambda: self._engine.patience, record=self.recorder.moved,
-                                seconds=lambda name: emulation.seconds(program.dag.nodes[name]) if name in program.dag.nodes else 0.0)
+        self._streams = Streams(rank=device, device=self._tensors, latch=latch, fail=self._fail, deadline=lambda: self._engine.patience,
+                                record=self.recorder.moved, seconds=lambda name: emulation.seconds(program.dag.nodes[name]) if name in program.dag.nodes else 0.0)
         self._collectives = Collectives(program, device=device, timeout=FIRST_CALL * timeout)
-        self._collectives.connect(self.parameters, self._streams)
         self._wiring = wiring = Wiring(program, plan.rank)
+        self._exchanges = {key: [(item.via, plan.messages[key[0]].stream, self._collectives.exchange(item.via)) for item in items]
+                           for key, items in wiring.items.items() if plan.messages[key[0]].kind == ALL_TO_ALL}
+        self._collectives.connect(self.parameters, self._streams, Counter(stream for each in self._exchanges.values() for _, stream, _ in each))
         self._open(store, latch, timeout, interface, emulation)
         pool = self._make_pool()
         self._executor = ProgramExecutor(
@@ -213,6 +217,7 @@ class _Run:
         self._pool = pool
         makers = losses(program, captured.traced.loss)
         self._pieces = len(makers)
+        self._loss_type = getattr(torch, captured.traced.tensors[captured.traced.loss].dtype)
         self._loss_device = program.dag.nodes[next(iter(makers))].devices[self._replica]
         self.peak = Peak()
         self._closed = False
@@ -245,9 +250,7 @@ class _Run:
             # Out of order, a message may be wanted that lies behind all others of its edge.
             credits=CREDITS if program.order == "microbatch" else max(CREDITS, microbatches), interface=interface, delay=emulation.delay,
             heartbeat_s=heartbeat, told_of=range(dist.get_world_size()))
-        exchanges = {(edge, m): [(item.via, plan.messages[edge].stream, self._collectives.exchange(item.via)) for item in items]
-                     for (edge, m), items in self._wiring.items.items() if plan.messages[edge].kind == ALL_TO_ALL}
-        self._transport = ExchangeTransport(below, streams=self._streams, exchanges=exchanges)
+        self._transport = ExchangeTransport(below, streams=self._streams, exchanges=self._exchanges, issued=self._collectives.exchanged)
         self._agreement = agreement
         self._engine = Engine(rank=device, owner=owner.__getitem__, transport=self._transport, agreement=agreement, recorder=self.recorder,
                               timeout=timeout, latch=latch)
@@ -279,22 +282,33 @@ class _Run:
             raise PipelineError("step: this program is closed")
         scheduler = self.program.scheduler(self._plan.rank, mode=mode, limit=self._limit)
         scheduler.durations |= self._durations
-        self._executor.begin(batch)
+        with self._told():
+            self._executor.begin(batch)
+        self._collectives.begin()
         self._engine.run(scheduler, self._executor, announce=scheduler.announces, microbatches=self._pieces)
         self._durations = dict(scheduler.durations)
         self.peak = Peak(max(self.peak.activations, scheduler.peak_in_flight), max(self.peak.gathered, self._pool.peak))
-        own = self._executor.losses
-        found = torch.zeros(self._pieces, device=self._tensors, dtype=torch.float32)
-        for piece, loss in own.items():
+        found = torch.zeros(self._pieces, device=self._tensors, dtype=self._loss_type)
+        for piece, loss in self._executor.losses.items():
             found[piece] = loss
-        try:
+        with self._told():
             self._executor.finish()
             return self._collectives.from_rank(found, self._loss_device)
-        except PipelineError as error:
+
+    @contextlib.contextmanager
+    def _told(self):
+        """What fails outside the engine's call is told to all ranks, too."""
+        try:
+            yield
+        except Exception as error:
             self._engine.fail(error)
             raise
 
     def state_dict(self) -> dict[str, torch.Tensor]:
+        with self._told():
+            return self._state()
+
+    def _state(self) -> dict[str, torch.Tensor]:
         dag, found = self.program.dag, {}
         for title, store in self.parameters.stores.items():
             if store.sharing.zero == 3:
@@ -319,12 +333,13 @@ class _Run:
         try:
             self._transport.close(deadline=CLOSE_DEADLINE)
         finally:
-            failed = self._engine.latch.failure is not None
             self._agreement.close()
-            stuck = self._streams.close(deadline=1.0 if failed else CLOSE_DEADLINE)
+            self._streams.end()
+            # After a failure threads may stand in collectives whose others never come. Each rank closes what it does not stand in: that
+            # ends the others' waiting.
+            for deadline in (0.2, CLOSE_DEADLINE):
+                self._collectives.close(self._collectives.streams - self._streams.busy(deadline=deadline))
             self.recorder.close()
-            if not failed and not stuck:
-                self._collectives.close()
 
 
 def _check_job(program: Lowered) -> None:

@@ -22,10 +22,12 @@ class ExchangeTransport:
         below: carries what crosses ranks.
         streams: where all-to-alls run.
         exchanges: by local edge and microbatch: for each tensor the name and stream of its all-to-all, and what does it.
+        issued: told the stream of each that was issued.
     """
 
-    def __init__(self, below: Transport, *, streams: Streams, exchanges: Mapping[tuple[Edge, int], Sequence[tuple[str, str, Exchange]]]):
-        self._below, self._streams, self._exchanges = below, streams, exchanges
+    def __init__(self, below: Transport, *, streams: Streams, exchanges: Mapping[tuple[Edge, int], Sequence[tuple[str, str, Exchange]]],
+                 issued: Callable[[str], None]):
+        self._below, self._streams, self._exchanges, self._issued = below, streams, exchanges, issued
         self._local = {edge for edge, _ in exchanges}
         self.flush, self.abort, self.close, self.state = below.flush, below.abort, below.close, below.state
 
@@ -51,6 +53,7 @@ class ExchangeTransport:
 
             last = index == len(payload) - 1
             operations.append(self._streams.issue(stream, name, run, after=operations if last else (), then=arrive if last else None))
+            self._issued(stream)
 
     def announce(self, edge: Edge, microbatch: int, duration: float) -> None:
         if edge not in self._local:

@@ -16,6 +16,8 @@ import traceback
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 
+import torch
+
 from rrfp.comm.transport import Failure
 from rrfp.engine.failure import FailureLatch
 from rrfp.errors import PipelineError
@@ -27,10 +29,12 @@ LOOK = 0.1
 class Operation:
     """One collective, under way or done."""
 
-    __slots__ = ("name", "run", "after", "then", "done", "failed")
+    __slots__ = ("name", "run", "after", "then", "inputs", "done", "failed")
 
-    def __init__(self, name: str, run: Callable[[], None], after: tuple["Operation", ...], then: Callable[[], None] | None):
+    def __init__(self, name: str, run: Callable[[], None], after: tuple["Operation", ...] = (), then: Callable[[], None] | None = None):
         self.name, self.run, self.after, self.then = name, run, after, then
+        self.inputs: torch.cuda.Event | None = None
+        """On a GPU: when what it reads has been made."""
         self.done = threading.Event()
         self.failed = False
 
@@ -43,16 +47,18 @@ class Streams:
         latch: where failures are known; nothing is waited for once one is.
         fail: takes a `Failure` of a stream's thread.
         deadline: seconds that one operation, or the wait for one, may take; asked each time.
+        device: where the tensors are.
         record: record(stream, name, start, end) when an operation ran.
         seconds: emulated durations, for tests and benchmarks only: an operation takes at least so long.
     """
 
-    def __init__(self, *, rank: int, latch: FailureLatch, fail: Callable[[Failure], None], deadline: Callable[[], float],
+    def __init__(self, *, rank: int, device: torch.device, latch: FailureLatch, fail: Callable[[Failure], None], deadline: Callable[[], float],
                  record: Callable[[str, str, float, float], None], seconds: Callable[[str], float] = lambda name: 0.0):
+        self._device = device if device.type == "cuda" else None
         self._rank, self._latch, self._fail, self._deadline = rank, latch, fail, deadline
         self._record, self._seconds = record, seconds
         self._queues: dict[str, queue.SimpleQueue[Operation | None]] = {}
-        self._threads: list[threading.Thread] = []
+        self._threads: dict[str, threading.Thread] = {}
 
     def issue(self, stream: str, name: str, run: Callable[[], None], *, after: Iterable[Operation] = (),
               then: Callable[[], None] | None = None) -> Operation:
@@ -64,17 +70,24 @@ class Streams:
             then: called on the stream's thread when it is done.
         """
         operation = Operation(name, run, tuple(after), then)
-        if stream not in self._queues:
-            self._queues[stream] = queue.SimpleQueue()
-            thread = threading.Thread(target=self._serve, args=(stream,), name=f"rrfp-stream-{stream}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
-        self._queues[stream].put(operation)
+        self.put(stream, operation)
         return operation
 
+    def put(self, stream: str, operation: Operation) -> None:
+        """The same, for one that was made before its turn."""
+        if self._device is not None:
+            operation.inputs = torch.cuda.current_stream(self._device).record_event()
+        if stream not in self._queues:
+            self._queues[stream] = queue.SimpleQueue()
+            self._threads[stream] = threading.Thread(target=self._serve, args=(stream,), name=f"rrfp-stream-{stream}", daemon=True)
+            self._threads[stream].start()
+        self._queues[stream].put(operation)
+
     def finish(self, work) -> None:
-        """Wait for a `torch.distributed.Work`, at most the deadline. Raises torch's error."""
+        """On a stream's thread: wait for a `torch.distributed.Work`, at most the deadline. Raises torch's error."""
         work.wait(timedelta(seconds=self._deadline()))
+        if self._device is not None:  # NCCL's `wait` only puts it before what the device does next
+            torch.cuda.current_stream(self._device).synchronize()
 
     def wait(self, operation: Operation) -> None:
         """Wait until it is done. Raises PipelineError: it failed, something else did, or it took too long."""
@@ -87,18 +100,23 @@ class Streams:
             self._latch.raise_if_set()
             raise PipelineError(f"{operation.name} failed")
 
-    def close(self, *, deadline: float) -> list[str]:
-        """End the threads. Returns the streams that still stand in a collective (after a failure)."""
+    def end(self) -> None:
+        """No more operations: the threads end behind those that they have."""
         for each in self._queues.values():
             each.put(None)
+        self._queues = {}
+
+    def busy(self, *, deadline: float) -> set[str]:
+        """After `end`: the streams whose threads have not ended by the deadline. They stand in a collective."""
         until = time.monotonic() + deadline
-        for thread in self._threads:
+        for thread in self._threads.values():
             thread.join(max(0.0, until - time.monotonic()))
-        return [thread.name for thread in self._threads if thread.is_alive()]
+        return {stream for stream, thread in self._threads.items() if thread.is_alive()}
 
     # ------------------------------------------------------------------ a stream's thread
     def _serve(self, stream: str) -> None:
-        while (operation := self._queues[stream].get()) is not None:
+        todo = self._queues[stream]
+        while (operation := todo.get()) is not None:
             try:
                 self._run(stream, operation)
             except BaseException as error:
@@ -113,6 +131,8 @@ class Streams:
     def _run(self, stream: str, operation: Operation) -> None:
         for before in operation.after:
             self.wait(before)
+        if operation.inputs is not None:
+            operation.inputs.synchronize()
         self._latch.raise_if_set()
         start = time.monotonic()
         operation.run()

@@ -1,0 +1,199 @@
+"""What the ranks of a `Group` run. Importing it captures the transformers, once for all ranks, which are forks."""
+
+import contextlib
+import functools
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+from torch import distributed as dist
+
+import rrfp.program
+from rrfp.errors import RRFPError
+from rrfp.program.capture import Captured, capture
+from rrfp.program.execute import collectives
+from rrfp.program.execute.compiled import Emulation
+from rrfp.program.execute.parameters import _Flat
+from tests.program import models
+from tests.program.transformer import GPT, loss, make_batch
+
+OPTIMIZERS = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1),
+    "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    # Where a gradient is next to nothing, Adam's quotient would make rounding visible: not with this eps.
+    "adam": functools.partial(torch.optim.Adam, lr=1e-2, eps=1e-3),
+}
+
+
+class Subject(NamedTuple):
+    """A model to train. batch: (rows, seed) -> a batch. reference: (batches, pieces, optimizer) -> per step losses and parameters."""
+
+    captured: Captured
+    batch: Callable
+    reference: Callable
+
+
+@functools.cache
+def gpt(stages: int, experts: bool = False, tied: bool = False) -> Subject:
+    """A transformer in float32, captured. Equal in every process."""
+    def make() -> GPT:
+        torch.manual_seed(1)
+        return GPT(stages, experts=experts, tied=tied)
+
+    def reference(batches, pieces, optimizer):
+        model = make()
+        update = OPTIMIZERS[optimizer](list(model.parameters()))
+        for batch in batches:
+            losses = torch.stack([loss(model, {key: value.chunk(pieces)[piece] for key, value in batch.items()}) for piece in range(pieces)])
+            update.zero_grad()
+            losses.mean().backward()
+            update.step()
+            yield losses.detach(), {name: value.detach().clone() for name, value in model.named_parameters()}
+
+    return Subject(capture(make(), make_batch(8, 0), loss=loss), make_batch, reference)
+
+
+@functools.cache
+def plain(name: str, *arguments, **options) -> Subject:
+    """A model of `tests/program/models.py`, in float64: its graph is written down, not captured."""
+    model = getattr(models, name)(*arguments, **options)
+
+    def reference(batches, pieces, optimizer):
+        assert optimizer == "sgd"
+        return ((torch.tensor(losses), weights) for losses, weights in model.reference(batches, pieces=pieces))
+
+    return Subject(Captured(model.traced, model.functions, model.parameters), model.batch, reference)
+
+
+def subject(which: tuple) -> Subject:
+    """("gpt", stages, experts, tied), or ("chain", stages, rows, {"tied": True}) and the like."""
+    name, *arguments = which
+    if name == "gpt":
+        return gpt(*arguments)
+    options = arguments.pop() if isinstance(arguments[-1], dict) else {}
+    return plain(name, *arguments, **options)
+
+
+def batches(which: tuple, rows: int, steps: int) -> list:
+    """Other data in every step."""
+    return [subject(which).batch(rows, 100 + step) for step in range(steps)]
+
+
+def late(seed: int | None) -> Emulation | None:
+    """Random delays of actions, collectives and messages, other ones on each rank."""
+    if seed is None:
+        return None
+
+    def draw(*key) -> float:
+        rng = random.Random(f"{seed} {dist.get_rank()} {key}")
+        return 0.004 * rng.random() if rng.random() < 0.3 else 0.0
+
+    return Emulation(seconds=lambda node: draw(node.name), delay=lambda edge, microbatch: draw(edge, microbatch))
+
+
+class _Done:
+    def wait(self, timeout) -> None:
+        pass
+
+
+def _left_out(what: str | None):
+    """Breaks what a directive's communication does, for negative controls."""
+    if what == "reduction":
+        return mock.patch.object(_Flat, "all_reduce", lambda *_: None)
+    if what == "exchange":
+        def stay(received, sent, **_):
+            received.copy_(sent)
+            return _Done()
+
+        return mock.patch.object(collectives.dist, "all_to_all_single", stay)
+    if what == "scatter":
+        def own(received, sent, group, **_):
+            received.copy_(sent.chunk(dist.get_world_size(group))[dist.get_rank(group)])
+            return _Done()
+
+        return mock.patch("torch.distributed.reduce_scatter_single", own)
+    return contextlib.nullcontext()
+
+
+def train(which: tuple, directives: list, *, replicas: int, rows: int, optimizer: str, modes: list[str], seed: int | None = None,
+          wrong: str | None = None, trace: str | None = None, emulation: Emulation | None = None):
+    """One step for each of `modes`, on `rows` rows of all replicas. Returns per step losses and all parameters after it, and the peak."""
+    found = []
+    with _left_out(wrong), rrfp.program.compile(subject(which).captured, directives, optimizer=OPTIMIZERS[optimizer], timeout=60.0,
+                                                emulation=emulation or late(seed), trace=trace) as run:
+        for mode, batch in zip(modes, batches(which, rows, len(modes)), strict=True):
+            run.mode = mode
+            losses = run.step({key: value.chunk(replicas)[dist.get_rank() % replicas] for key, value in batch.items()})
+            found.append((losses.numpy(), {key: value.numpy() for key, value in run.state_dict().items()}))
+        return found, run.peak
+
+
+def fail(which: tuple, directives: list, *, replicas: int, rows: int, culprit: int, how: str, timeout: float = 60.0):
+    """A good step, then one in which a rank does `how`. Returns what every rank saw, and how many seconds the second step took."""
+    captured, armed = subject(which).captured, []
+
+    def wrap(function):
+        def run(weights, inputs):
+            if armed and dist.get_rank() == culprit:
+                if how == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise ValueError("on purpose")
+            return function(weights, inputs)
+
+        return run
+
+    functions = {name: wrap(function) for name, function in captured.functions.items()}
+    first, second = batches(which, rows, 2)
+    run = rrfp.program.compile(Captured(captured.traced, functions, captured.weights), directives, optimizer=OPTIMIZERS["sgd"], timeout=timeout)
+    try:
+        run.step(_own(first, replicas))
+        batch, start = _own(second, replicas), time.monotonic()
+        if how in ("raise", "kill"):
+            armed.append(True)
+        if how == "batch" and dist.get_rank() == culprit:
+            batch = {key: value[:-1] for key, value in batch.items()}
+        if how == "absent" and dist.get_rank() == culprit:
+            run._run._collectives.issue = lambda node, after: collectives.Operation(node.name, lambda: None)
+        try:
+            run.step(batch)
+        except RRFPError as error:
+            return type(error).__name__, str(error), time.monotonic() - start
+        except ValueError as error:
+            return type(error).__name__, str(error), time.monotonic() - start
+        return "nothing", "", time.monotonic() - start
+    finally:
+        run.close()
+
+
+def refuse(which: tuple, directives: list, *, change: int | None = None) -> str:
+    """What `compile` says. change: the rank whose parameters are other ones."""
+    captured = subject(which).captured
+    if change == dist.get_rank():
+        captured = Captured(captured.traced, captured.functions, {name: value + 1 for name, value in captured.weights.items()})
+    try:
+        rrfp.program.compile(captured, directives).close()
+    except RRFPError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def page(code: str) -> dict:
+    """Runs an example of the documentation as torchrun would."""
+    variables: dict = {}
+    with mock.patch.object(dist, "init_process_group"), mock.patch.object(dist, "destroy_process_group"):
+        exec(code, variables)
+    return {name: value for name, value in variables.items() if isinstance(value, (int, float, str, list))}
+
+
+def _own(batch, replicas: int):
+    return {key: value.chunk(replicas)[dist.get_rank() % replicas] for key, value in batch.items()}
+
+
+for _experts in (False, True):
+    for _stages in (2, 4):
+        gpt(_stages, _experts, False)

@@ -1,0 +1,49 @@
+"""A failure of one rank ends every rank, with its name, within seconds; and the processes are none the worse for it."""
+
+import pytest
+
+from rrfp.program.builders import BUILDERS
+from tests.program.execute.compare import worst
+from tests.program.execute.group import Group
+
+pytestmark = pytest.mark.timeout(240)
+WHICH = ("chain", 2, 8, {"experts": True})
+SOON = 10.0
+"""Seconds; the pipeline's own deadline is 60."""
+
+
+def directives(**options):
+    return BUILDERS["1f1b"](2, 4, replicas=2, **options)
+
+
+@pytest.mark.parametrize("how, words", [("raise", "ValueError: on purpose"), ("batch", "4 pieces do not divide; give a multiple of 4")])
+def test_a_rank_that_raises_ends_every_rank(groups, how, words):
+    found = groups(4).run("fail", which=WHICH, directives=directives(experts=True), replicas=2, rows=16, culprit=2, how=how)
+    for rank, (kind, text, seconds) in enumerate(found):
+        assert words in text and seconds < SOON, (rank, text)
+        assert kind == "PipelineError" and text.startswith("rank 2 failed (") or rank == 2, (rank, kind, text)
+    # The same processes train on, with a program opened anew.
+    assert worst(groups(4), WHICH, directives(experts=True), replicas=2, pieces=8, modes=["ready"])[0] < 1e-12
+
+
+def test_a_collective_that_a_rank_does_not_come_to_ends_at_its_deadline(groups):
+    found = groups(4).run("fail", which=("chain", 2, 8), directives=directives(), replicas=2, rows=16, culprit=2, how="absent", timeout=2.0)
+    assert all(kind == "PipelineError" for kind, _, _ in found)
+    assert any("ALL_REDUCE:bucket" in text for _, text, _ in found)
+    assert worst(groups(4), ("chain", 2, 8), directives(), replicas=2, pieces=8, modes=["ready"])[0] < 1e-12
+
+
+def test_a_rank_that_is_killed_is_named():
+    with Group(4) as group:
+        found = group.attempt("fail", which=WHICH, directives=directives(experts=True), replicas=2, rows=16, culprit=1, how="kill")
+    assert found.pop(1) == (False, "ended with -9")
+    for returned, (kind, text, seconds) in found:
+        assert returned and kind == "PipelineError" and seconds < SOON and "rank 1" in text, text
+
+
+@pytest.mark.parametrize("options, change, words", [
+    ({}, 3, "the parameters must be the same on every rank of a pipeline: "), ({"replicas": 1}, None, "and this job has ranks 0 to 3: a device is a"),
+], ids=["parameters", "devices"])  # fmt: skip
+def test_what_cannot_run_is_refused_on_every_rank(groups, options, change, words):
+    found = groups(4).run("refuse", which=WHICH, directives=BUILDERS["1f1b"](2, 4, **{"replicas": 2, **options}, experts=not options), change=change)
+    assert all(text.startswith("ConfigurationError: ") and words in text for text in found), found
