@@ -95,7 +95,7 @@ class ProgramExecutor:
         else:
             self._operations[node.name] = self._collectives.issue(node, after=self._before(node))
         outputs = {edge: self._payload(edge, task.action.microbatch, made) for edge in task.sends}
-        due = start + self._seconds(node)
+        due = start + (self._seconds(node) if node.kind in (COMPUTE, UPDATE) else 0.0)  # a reduction takes its time on its stream
         self.padded = max(0.0, due - time.monotonic())
         time.sleep(self.padded)
         done(outputs)
