@@ -4,13 +4,14 @@ Allocators count what they have handed out, exactly and at no cost: torch's on a
 there). What a forward leaves allocated is what its activation holds, whoever holds it: autograd, a checkpointed region, a layer's own cache.
 """
 
-import ctypes
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
 import torch
+
+from rrfp import heap
 
 _CGROUPS = (("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
             ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"))
@@ -67,17 +68,9 @@ class Host:
 
     def __init__(self, *, ranks: int):
         self._ranks = ranks
-        try:
-            self._mallinfo = ctypes.CDLL(None).mallinfo2
-            self._mallinfo.restype = _MallInfo
-        except (AttributeError, OSError):
-            self._mallinfo = None
 
     def held(self) -> int:
-        if self._mallinfo is None:
-            return 0  # `absent` says so
-        counts = self._mallinfo()
-        return counts.uordblks + counts.hblkhd
+        return heap.held() or 0  # `absent` says so
 
     def peak(self) -> int:
         return _status("VmHWM")
@@ -86,7 +79,7 @@ class Host:
         return fraction * (_status("VmRSS") + _available() / self._ranks)
 
     def absent(self) -> str | None:
-        if self._mallinfo is None:
+        if heap.held() is None:
             return "the C library does not count allocations (mallinfo2: glibc 2.33 or newer)"
         before = self.held()
         probe = torch.empty(_PROBE, dtype=torch.uint8)
@@ -127,11 +120,6 @@ def device() -> Device:
     if not cpu.is_enabled() and torch.cuda.is_available():
         return Gpu()
     return Host(ranks=int(os.environ.get("LOCAL_WORLD_SIZE") or torch.distributed.get_world_size()))
-
-
-class _MallInfo(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_size_t) for name in (
-        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]
 
 
 def _status(name: str) -> int:

@@ -6,7 +6,7 @@ issues them: one total order for all devices, so that no two of them wait for ea
 """
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -138,28 +138,42 @@ class _Clock:
         heapq.heappush(self._ends, (self._spans[name].end, self._rank[name], name))
 
 
-def paired(dag: DAG) -> frozenset[str]:
-    """The all-to-alls of sub-DAGs that an order runs interleaved with another."""
-    found = set()
+def paired(dag: DAG) -> Mapping[str, frozenset[str]]:
+    """The all-to-alls of sub-DAGs that an order runs interleaved with others -> the computation of those others."""
+    found: dict[str, frozenset[str]] = {}
     for row in rows(dag).values():
         for group in row:
-            if len({(node.phase, *node.dims.items()) for node in group}) > 1:
-                found |= {other.name for node in group for step in (dag.before, dag.after) for other in step(node.name) if other.kind == ALL_TO_ALL}
-    return frozenset(found)
+            parts: dict[tuple, set[str]] = {}
+            for node in group:
+                parts.setdefault(_part(node), set()).add(node.name)
+            for node in group if len(parts) > 1 else ():
+                for other in (*dag.before(node.name), *dag.after(node.name)):
+                    if other.kind == ALL_TO_ALL:
+                        found[other.name] = frozenset().union(*(names for part, names in parts.items() if part != _part(other)))
+    return found
 
 
-def overlap(dag: DAG, spans: Mapping[str, Span], names: Iterable[str] | None = None) -> float:
-    """The share of the time of all-to-alls (`names`; None: all of them) during which their devices compute.
+def _part(node: Node) -> tuple:
+    """Which pass of which piece of the batch it belongs to."""
+    return (node.phase, *node.dims.items())
 
-    An all-to-all does not wait for computation of its own sub-DAG, so what lies over it is other work: the paired sub-DAG, mostly.
+
+def overlap(dag: DAG, spans: Mapping[str, Span], under: Mapping[str, Collection[str]] | None = None) -> float:
+    """The share of the time of all-to-alls during which their devices compute.
+
+    Args:
+        spans: of a virtual clock (`run`) or of a trace (`rrfp.program.traces.spans`).
+        under: by all-to-all, the computation that counts, as `paired` gives it. None: all of them, and all computation of their
+            devices. An all-to-all does not wait for computation of its own sub-DAG, so what lies over it is other work.
     """
-    computing: dict[tuple[int, ...], list[Span]] = {}
-    for node in dag.of(COMPUTE):
-        computing.setdefault(node.devices, []).append(spans[node.name])
+    if under is None:
+        computing: dict[tuple[int, ...], list[str]] = {}
+        for node in dag.of(COMPUTE):
+            computing.setdefault(node.devices, []).append(node.name)
+        under = {node.name: computing.get(node.devices, ()) for node in dag.of(ALL_TO_ALL)}
     whole = covered = 0.0
-    for name in names if names is not None else (node.name for node in dag.of(ALL_TO_ALL)):
+    for name, names in under.items():
         start, end = spans[name]
         whole += end - start
-        others = computing.get(dag.nodes[name].devices, ())
-        covered += sum(max(0.0, min(end, other.end) - max(start, other.start)) for other in others)
+        covered += sum(max(0.0, min(end, spans[other].end) - max(start, spans[other].start)) for other in names)
     return covered / whole if whole else 0.0

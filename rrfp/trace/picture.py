@@ -1,4 +1,5 @@
-"""A timeline as a picture: a row per stage, several runs above each other on one time axis."""
+"""A timeline as a picture, several runs above each other on one time axis: a row per stage; where collectives ran on streams beside the
+actions, a row per rank and below it one for each of its streams."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -6,9 +7,10 @@ from pathlib import Path
 
 from rrfp.errors import ConfigurationError
 from rrfp.trace.breakdown import Breakdown, break_down, combine
-from rrfp.trace.files import Call, Timeline
+from rrfp.trace.files import Call, Moved, Timeline
 
-_COLOURS = {"F": "#3f7fc1", "B": "#3b9c5f", "I": "#63bfa0", "W": "#8a63b8"}
+_COLOURS = {"F": "#3f7fc1", "B": "#3b9c5f", "I": "#63bfa0", "W": "#8a63b8",
+            "ALL_TO_ALL": "#d9674e", "ALL_REDUCE": "#c98a2b", "REDUCE_SCATTER": "#b3a12f", "ALL_GATHER": "#6b7280"}
 _LIGHTER = {"F": "#9cc3e8", "B": "#9bd3af", "I": "#bce5d6", "W": "#cdb9e4"}
 _OTHER, _OTHER_LIGHTER = "#c98a2b", "#ecd0a1"
 _NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
@@ -48,9 +50,9 @@ def draw(
     unit, scale = (unit, 1.0) if unit is not None else ("s", 1.0) if longest >= 1 else ("ms", 1e3)
 
     # Fixed sizes in inches: a row stays as high, and a number as legible, with 4 stages as with 64.
-    row = 0.34 if max(len(timeline.rank_of) for _, timeline in timelines) <= 16 else 0.2
+    row = 0.34 if max(len(_rows(timeline, calls)) for _, timeline, _, calls in runs) <= 16 else 0.2
     above, between, below = 0.66, 0.46, 0.52
-    heights = [row * len(timeline.rank_of) for _, timeline, *_ in runs]
+    heights = [row * len(_rows(timeline, calls)) for _, timeline, _, calls in runs]
     height = above + sum(heights) + between * (len(runs) - 1) + below
     figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, facecolor="white")
     FigureCanvasAgg(figure)
@@ -94,10 +96,25 @@ def _font_size(calls: Sequence[Call], pixels: float, row: float) -> float | None
     return None
 
 
+def _rows(timeline: Timeline, calls: dict[int, Call]) -> dict[tuple, str]:
+    """Key -> label of each row, from top to bottom: (rank, stage); or (rank,), and (rank, stream) for each stream of that rank."""
+    streams = {(rank, moved.stream) for rank, call in calls.items() for moved in _moved(call)}
+    if streams:
+        keys = sorted({(rank,) for rank in calls} | streams)
+        return {key: f"rank {key[0]}" if len(key) == 1 else key[1] for key in keys}
+    several = len(timeline.rank_of) > len(timeline.ranks)
+    return {(rank, stage): f"stage {stage}" + (f" · rank {rank}" if several else "") for stage, rank in timeline.rank_of.items()}
+
+
+def _moved(call: Call) -> list[Moved]:
+    """Without what came after the call: losses that go round, a state that is gathered."""
+    return [moved for moved in call.moved if moved.start < call.end]
+
+
 def _panel(axes, timeline: Timeline, calls: dict[int, Call], span: float, scale: float, pixels: float, size: float | None):
     """One run. Returns the kinds drawn, and whether anything in it was emulated."""
-    stages = list(timeline.rank_of)
-    place = {stage: index for index, stage in enumerate(stages)}
+    rows = _rows(timeline, calls)
+    place = {key: index for index, key in enumerate(rows)}
     zero = min(call.begin for call in calls.values())
     # One collection per colour and row: thousands of actions stay quick to draw.
     boxes: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
@@ -108,13 +125,20 @@ def _panel(axes, timeline: Timeline, calls: dict[int, Call], span: float, scale:
     notes = []
     for rank, call in calls.items():
         ends = (call.end - zero) * scale
-        for stage in timeline.ranks[rank].stages:
+        own = (rank,) in place
+        for at in [place[rank,]] if own else [place[rank, stage] for stage in timeline.ranks[rank].stages]:
             for _, start, end in call.waits:
-                boxes[place[stage], _WAIT].append(((start - zero) * scale, (end - start) * scale))
+                boxes[at, _WAIT].append(((start - zero) * scale, (end - start) * scale))
             if not call.complete:
-                axes.plot([ends], [place[stage]], marker="x", color="#c0392b", markersize=7, clip_on=False, zorder=5)
+                axes.plot([ends], [at], marker="x", color="#c0392b", markersize=7, clip_on=False, zorder=5)
+        for stream, what, start, end in _moved(call):
+            kind = what.partition(":")[0]
+            kinds.add(kind)
+            boxes[place[rank, stream], _COLOURS.get(kind, _OTHER)].append(((start - zero) * scale, (end - start) * scale))
         for ran in call.actions:
-            kind, at = ran.action.kind, place[ran.action.stage]
+            kind, at = ran.action.kind, place[(rank,) if own else (rank, ran.action.stage)]
+            if own and ran.action.kind not in _NAMES:
+                continue  # issued, and drawn where it ran; updates are too short to be seen
             start, width = (ran.start - zero) * scale, (ran.end - ran.start) * scale
             pad = min(width, ran.padded * scale) if two_tones else 0.0
             kinds.add(kind)
@@ -129,24 +153,22 @@ def _panel(axes, timeline: Timeline, calls: dict[int, Call], span: float, scale:
         axes.broken_barh(spans, (at - bar / 2, bar), facecolor=colour, edgecolor="none", zorder=1 if colour == _WAIT else 2)
     # A thin gap at an action's start, so that two of a kind in a row stay two.
     gaps = [(at, start) for at, start, width, _, _ in notes if width * pixels > 4]
-    rows, starts = [at for at, _ in gaps], [start for _, start in gaps]
-    axes.vlines(starts, [at - 0.41 for at in rows], [at + 0.41 for at in rows], colors="white", linewidth=0.6, zorder=3)
+    heights, starts = [at for at, _ in gaps], [start for _, start in gaps]
+    axes.vlines(starts, [at - 0.41 for at in heights], [at + 0.41 for at in heights], colors="white", linewidth=0.6, zorder=3)
     for at, start, width, pad, microbatch in notes:
         if size and microbatch is not None and _fits(str(microbatch), width * pixels, size):
             colour = "white" if pad < width / 2 else "#1d2b3a"
             axes.text(start + width / 2, at, str(microbatch), ha="center", va="center_baseline", fontsize=size, color=colour,
                       zorder=4)
 
-    axes.set_ylim(len(stages) - 0.45, -0.55)
-    several = len(stages) > len(timeline.ranks)
-    labels = [f"stage {stage}" + (f" · rank {timeline.rank_of[stage]}" if several else "") for stage in stages]
-    axes.set_yticks(range(len(stages)), labels, fontsize=8 if not several else 7, color=_INK)
+    axes.set_ylim(len(rows) - 0.45, -0.55)
+    axes.set_yticks(range(len(rows)), list(rows.values()), fontsize=7 if max(map(len, rows.values())) > 10 else 8, color=_INK)
     axes.tick_params(axis="y", length=0, pad=5)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color("#888888")
-    for stage, text in _margin(timeline, calls, span).items():
-        axes.annotate(text, (1, place[stage]), xycoords=("axes fraction", "data"), xytext=(8, 0), textcoords="offset points",
+    for key, text in _margin(timeline, calls, span, place).items():
+        axes.annotate(text, (1, place[key]), xycoords=("axes fraction", "data"), xytext=(8, 0), textcoords="offset points",
                       fontsize=8, va="center", color=_INK, annotation_clip=False)
     return kinds, emulated
 
@@ -155,13 +177,17 @@ def _split(rank: int, call: Call) -> Breakdown:
     return break_down(call.actions, call.waits, call.begin, call.end, rank=rank, call=call.number)
 
 
-def _margin(timeline: Timeline, calls: dict[int, Call], span: float) -> dict[int, str]:
-    """Per stage: the share of the whole run's time that its rank computes (its own call may end earlier), and its peak."""
+def _margin(timeline: Timeline, calls: dict[int, Call], span: float, keys) -> dict[tuple, str]:
+    """Per row: the share of the whole run's time that its rank computes (its own call may end earlier), and a stage's peak."""
     texts = {}
     for rank, call in calls.items():
         split = _split(rank, call)
-        for stage in timeline.ranks[rank].stages:
-            texts[stage] = f"{split.compute / 1e7 / span:3.0f}% computing · peak {split.peak_in_flight.get(stage, 0)}"
+        share = f"{split.compute / 1e7 / span:3.0f}% computing"
+        for key in keys:
+            if key == (rank,):
+                texts[key] = share
+            elif key[0] == rank and not isinstance(key[1], str):
+                texts[key] = f"{share} · peak {split.peak_in_flight.get(key[1], 0)}"
     return texts
 
 
