@@ -105,8 +105,8 @@ def test_strict_is_the_control_and_stays_at_1f1b(group):
 
 # ------------------------------------------------------------------------------------------------- frozen first stages
 FROZEN = {"frozen": 1, "tied": False}
-"""The first stage, without idle memory: it needs none."""
-BEHIND = [0, *TWICE[1:]]
+"""The first stage, with too little idle memory for one activation more: it needs none."""
+BEHIND = [0.5, *TWICE[1:]]
 
 
 def test_behind_frozen_stages_the_others_take_more_and_no_number_changes(group):
@@ -126,13 +126,13 @@ def test_behind_frozen_stages_the_others_take_more_and_no_number_changes(group):
 
 
 def test_control_were_frozen_stages_to_count_they_would_hold_the_others_back(group):
-    results = group.run("measured", options={}, calls=training(3), budget=BEHIND, greedy=True, unaware=True, **FROZEN)
+    results = group.run("measured", options={}, calls=training(3), budget=[0, *TWICE[1:]], greedy=True, unaware=True, **FROZEN)
     assert limits_of(results, 2)[:2] == [4, 4]
 
 
 def test_what_more_would_bring_behind_frozen_stages_is_simulated(group):
     for options in ({}, {"limit": f"memory:{2.5 * BALLAST / 2**30:.6f}"}):
-        results = group.run("measured", options=options, calls=training(3), budget=[0, *PLENTY[1:]], **FROZEN)
+        results = group.run("measured", options=options, calls=training(3), budget=[0.5, *PLENTY[1:]], **FROZEN)
         [line] = results[0]["said"]
         assert "simulated" not in line and line.startswith(f"[rrfp] limit {options.get('limit', 'auto')} with {M} microbatches: 0 "), line
         assert "memory takes 0 8 8 8" in line or options
