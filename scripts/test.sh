@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up .venv and runs the tests: bash scripts/test.sh [--all] [any arguments of pytest]
 #   --all   full counts (every seed, size and version) instead of the reduced default
-# Without paths it has two queues that run side by side, for jobs of several processes often wait; the second one's output comes at the end.
+# Without paths, two workers share the tests by folders, for jobs of several processes often wait; the second one's output comes at the end.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/env.sh || exit 1
@@ -11,27 +11,37 @@ for argument in "$@"; do
     [[ "$argument" =~ ^--(all|deep|seed=.*|durations=.*)$ ]] || exec python -m pytest "$@"
 done
 
-# What only computes (model check, random schedules, simulation, fuzzer) and what mostly waits (agreement, reports). compare forks processes that
-# use autograd, so it comes before anything that has used it in this one.
-computes=(tests/compare tests/model_check tests/random_schedules tests/schedule tests/scheduler tests/simulate tests/program tests/fakes
-    tests/comm/test_fuzz.py tests/tp_coord tests/report tests/trace tests/balance tests/scripts)
-trains=(tests/megatron tests/multimodal)
-output=$(mktemp) status=0 beside=
-stop() { [ -z "$beside" ] || kill "$beside" $(pgrep -P "$beside") 2>/dev/null || true; rm -f "$output"; }
+# Longest first. compare forks processes that use autograd, so it comes before anything that has used it in its process.
+groups=(
+    "tests/end_to_end"
+    "tests/compare tests/model_check tests/random_schedules tests/scheduler tests/simulate tests/program tests/fakes"
+    "tests/megatron tests/multimodal"
+    "tests/soak tests/engine tests/tp_coord"
+)
+folders() { # of group $1; the last group is all that no other names
+    local group
+    [ "$1" -lt ${#groups[@]} ] && echo "${groups[$1]}" && return
+    echo tests
+    for group in ${groups[*]}; do echo "--ignore=$group"; done
+}
+work=$(mktemp -d) beside=
+stop() { [ -z "$beside" ] || kill "$beside" $(pgrep -P "$beside") 2>/dev/null || true; rm -rf "$work"; }
 trap stop EXIT
-second_queue() {
-    local failed=0 queue
-    for queue in computes trains; do
-        local -n paths=$queue
-        python -m pytest "$@" -p no:cacheprovider -o timeout=900 "${paths[@]}" || failed=$?
+worker() { # takes group after group, as long as there are any
+    local group failed=0
+    for group in $(seq 0 ${#groups[@]}); do
+        mkdir "$work/$group" 2>/dev/null || continue # the other one has it
+        # shellcheck disable=SC2046 # words
+        python -m pytest "$@" -p no:cacheprovider -o timeout=900 $(folders "$group") || failed=$?
     done
     return "$failed"
 }
-second_queue "$@" >"$output" 2>&1 &
+worker "$@" >"$work/output" 2>&1 &
 beside=$!
-python -m pytest "$@" "${computes[@]/#/--ignore=}" "${trains[@]/#/--ignore=}" || status=$?
-echo "--- beside it: ${computes[*]} ${trains[*]} ---"
+status=0
+worker "$@" || status=$?
 wait "$beside" || status=$?
 beside=
-cat "$output"
+echo "--- the second worker ---"
+cat "$work/output"
 exit "$status"
