@@ -184,7 +184,7 @@ def test_a_generator_may_be_a_registered_function(file):
     register_hint("generator-of-test-csv", lambda context: [
         [*(f"{rank}F{m}" for m in range(context.microbatches)), *(f"{rank}B{m}" for m in range(context.microbatches))] for rank in range(2)])
     file.write_text("# rrfp: generator=generator-of-test-csv\n" + LIST)
-    assert text(Policy(hint=str(file))._rows(Placement.looped(2), 3, {})[0]) == "0F0 0F1 0F2 0B0 0B1 0B2"
+    assert text(rows_of(Policy(hint=str(file)), Placement.looped(2), 3, {})[0]) == "0F0 0F1 0F2 0B0 0B1 0B2"
 
 
 def test_a_generator_may_be_imported(file, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import pytest
 from rrfp.errors import ConfigurationError
 from rrfp.placement import Placement
 from rrfp.policy import Policy
+from rrfp.policy_rows import rows_of
 from rrfp.scheduler import chain
 from rrfp.scheduler.lists import actions_of, generate, interleaved_forwards
 from rrfp.scheduler.validate import check_microbatch_order, check_rows, replay
@@ -68,7 +69,7 @@ def test_every_list_runs_for_any_number_of_microbatches(hint, limit, split, rank
 @pytest.mark.parametrize("placement", [
     Placement.looped(2, 3), Placement.looped(4, 2), Placement.v(3), Placement.of([0, 1, 1, 0, 0, 1])], ids=str)
 def test_interleaved_1f1b_runs_on_any_placement_and_number(placement, microbatches):
-    rows = Policy(hint="1f1b", mode="ready")._rows(placement, microbatches, {})
+    rows = rows_of(Policy(hint="1f1b", mode="ready"), placement, microbatches, {})
     check_rows(rows, [chain(placement, rank, microbatches) for rank in range(placement.ranks)], source="list")
 
 
