@@ -8,12 +8,11 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from rrfp.errors import ConfigurationError
 from rrfp.outputs import check_file, make_directory
 from rrfp.program.files import Program, read_program
-from rrfp.program.workload import PythonModel, Workload
+from rrfp.program.workload import PythonModel
 
 
 @dataclass(frozen=True)

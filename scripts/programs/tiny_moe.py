@@ -48,9 +48,10 @@ class Model(nn.Module):
         self.layers, self.head = nn.ModuleList(Layer() for _ in range(stages)), nn.Linear(HIDDEN, WORDS)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = tokens
         for index, layer in enumerate(self.layers):
             with annotate("PP"):
-                x = self.words(tokens) + self.places.weight if index == 0 else x
+                x = self.words(x) + self.places.weight if index == 0 else x
                 x = layer(x)
                 if index == len(self.layers) - 1:
                     x = self.head(x)
