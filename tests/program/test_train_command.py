@@ -40,7 +40,7 @@ def build(capsys, *words):
 def train(*words, ranks=None):
     """Under torchrun, or `--local`."""
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    done = subprocess.run([sys.executable, *start, "-m", "rrfp", "program", "run", *map(str, words)], env=ENVIRONMENT, text=True, timeout=280,
+    done = subprocess.run([sys.executable, *start, "-m", "rrfp", "program", "run", *map(str, words)], env=ENVIRONMENT, text=True, timeout=600,
                           capture_output=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -64,7 +64,7 @@ def one_process(model: PythonModel, *, steps, replicas, microbatches):
     return found
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_the_pages_model_trains_under_torchrun(folder, capsys):
     out = build(capsys, "1f1b", "one.json", "--ranks", 2, "--microbatches", 4, "--model", "my_model.py:make")
     assert out == "program: one.json (torchrun --nproc-per-node 2 -m rrfp program run one.json)\n"
@@ -79,7 +79,7 @@ def test_the_pages_model_trains_under_torchrun(folder, capsys):
     assert sorted(path.name for path in Path("traces/pipeline0").glob("rank*.jsonl")) == ["rank0.jsonl", "rank1.jsonl"]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_an_example_with_experts_trains_on_four_local_processes(folder, capsys):
     build(capsys, "dualpipev", "dual.json", "--ranks", 2, "--microbatches", 4, "--replicas", 2, "--experts", "--model",
           f"{ROOT}/scripts/programs/tiny_moe.py:make")
@@ -126,6 +126,7 @@ def test_what_cannot_run_is_refused_with_the_way_out(folder, capsys, monkeypatch
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert main(["program", "run", "one.json"]) == 2 and capsys.readouterr().err == "", "a refusal of every rank is said once"
     monkeypatch.setenv("LOCAL_RANK", "0")
+    assert refused(capsys, "run", "one.json", "--local").startswith("--local: starts the processes, and this is one of torchrun's already;")
     assert refused(capsys, "run", "outline.json").startswith("outline.json: its model is an outline without mathematics; name your own: ")
     write_program("bare.json", [])
     assert refused(capsys, "run", "bare.json", "--local").startswith("bare.json: describes no model; name your own: ")
