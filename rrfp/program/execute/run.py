@@ -26,7 +26,7 @@ from rrfp.program.dag import ALL_TO_ALL, SEND, Node
 from rrfp.program.execute.collectives import Collectives
 from rrfp.program.execute.exchange import ExchangeTransport
 from rrfp.program.execute.executor import ProgramExecutor
-from rrfp.program.execute.parameters import MakeOptimizer, Parameters
+from rrfp.program.execute.parameters import MakeOptimizer, Parameters, check_parameters
 from rrfp.program.execute.pool import Pool
 from rrfp.program.execute.streams import Streams
 from rrfp.program.execute.wiring import Wiring, losses
@@ -38,6 +38,8 @@ from rrfp.trace.recorder import Recorder
 OPEN_DEADLINE = 120.0
 CLOSE_DEADLINE = 10.0
 CREDITS = 4
+COLLECTIVE_SHARE = 0.7
+"""Share of the timeout that a collective may take: below the watcher's, so that whoever waits for one says which."""
 SWITCH_INTERVAL = 1e-4
 """Seconds for which a thread may keep the interpreter lock while another wants it: the streams' threads wait for no long turn."""
 _openings = itertools.count()
@@ -76,8 +78,10 @@ class Run:
         self._plan = plan = program.plans[program.rank_of[device]]
         self._replica = plan.devices.index(device)
         store = dist.PrefixStore(f"rrfp-program/{next(_openings)}", dist.distributed_c10d._get_default_store())
+        check_parameters(program, captured.weights)
+        fullest = max(program.plans, key=lambda each: each.peak)
+        program.scheduler(fullest.rank, mode=mode, limit=limit)  # refuses a limit that is too small for any rank, on every rank
         self._compare(store, captured, f"{mode}, limit {limit}")
-        program.scheduler(plan.rank, mode=mode, limit=limit)  # refuses a limit that is too small, before anything is opened
         self._tensors = next(iter(captured.weights.values())).device
         self.parameters = Parameters(program, captured.weights, device=device, make_optimizer=optimizer)
         directory = None if trace is None else Path(trace) / f"pipeline{self._replica}"
@@ -85,16 +89,21 @@ class Run:
         self._durations: dict[str, float] = {}
         self._departed: set[int] = set()
         latch = FailureLatch()
-        self._streams = Streams(
-            rank=device, device=self._tensors, latch=latch, fail=self._fail, deadline=lambda: self._engine.patience, record=self.recorder.moved,
-            seconds=lambda name: emulation.seconds(program.dag.nodes[name]) if name in program.dag.nodes else 0.0)
         self._collectives = Collectives(program, device=device, timeout=FIRST_CALL * timeout)
+        nodes = {**program.dag.nodes, **self._collectives.gathers}
+        self._streams = Streams(
+            rank=device, device=self._tensors, latch=latch, fail=self._fail, deadline=self._deadline, record=self.recorder.moved,
+            seconds=lambda name: emulation.seconds(nodes[name]) if name in nodes else 0.0)
         self._wiring = wiring = Wiring(program, plan.rank)
         self._exchanges = {key: [(item.via, plan.messages[key[0]].stream, self._collectives.exchange(item.via)) for item in items]
                            for key, items in wiring.items.items() if plan.messages[key[0]].kind == ALL_TO_ALL}
         counts = Counter(stream for each in self._exchanges.values() for _, stream, _ in each)
         self._collectives.connect(self.parameters, self._streams, counts)
-        self._open(store, latch, timeout, interface, emulation)
+        try:
+            self._open(store, latch, timeout, interface, emulation)
+        except BaseException:
+            self._collectives.close(self._collectives.streams)
+            raise
         pool = self._make_pool()
         self._executor = ProgramExecutor(
             program, plan, functions=captured.functions, loss=captured.traced.loss, wiring=wiring, parameters=self.parameters, pool=pool,
@@ -140,7 +149,11 @@ class Run:
         self._engine = Engine(rank=device, owner=owner.__getitem__, transport=self._transport, agreement=agreement, recorder=self.recorder,
                               timeout=timeout, latch=latch)
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
-        self._transport.open(self._post, deadline=OPEN_DEADLINE)
+        try:
+            self._transport.open(self._post, deadline=OPEN_DEADLINE)
+        except BaseException:
+            agreement.close()
+            raise
         agreement.open(self._engine.wake, self._engine.hear)
         self._watcher = Watcher(self._engine, departed=self._departed, report=lambda text, view: None)
 
@@ -156,6 +169,9 @@ class Run:
         if type(event) is Departure:
             self._departed.add(event.rank)
         self._engine.post(event)
+
+    def _deadline(self) -> float:
+        return COLLECTIVE_SHARE * self._engine.patience
 
     def _fail(self, failure: Failure) -> None:
         """From a stream's thread."""
@@ -233,3 +249,6 @@ def _check_job(program: Lowered) -> None:
     if devices != list(range(world)):
         raise ConfigurationError(f"place: the program runs on devices {', '.join(map(str, devices))}, and this job has ranks 0 to {world - 1}:"
                                  " a device is a global rank; start as many, or place on all of them")
+    for plan in program.plans:
+        if list(plan.devices) != sorted(plan.devices):
+            raise ConfigurationError(f"place: devices {list(plan.devices)}: must ascend, for so torch numbers the members of a group; sort them")

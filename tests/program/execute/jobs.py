@@ -33,7 +33,7 @@ OPTIMIZERS = {
 class Subject(NamedTuple):
     """A model to train. batch: (rows, seed) -> a batch. reference: (batches, pieces, optimizer) -> per step losses and parameters."""
 
-    captured: Captured
+    captured: Callable[[], Captured]
     batch: Callable
     reference: Callable
 
@@ -55,7 +55,7 @@ def gpt(stages: int, experts: bool = False, tied: bool = False) -> Subject:
             update.step()
             yield losses.detach(), {name: value.detach().clone() for name, value in model.named_parameters()}
 
-    return Subject(capture(make(), make_batch(8, 0), loss=loss), make_batch, reference)
+    return Subject(functools.cache(lambda: capture(make(), make_batch(8, 0), loss=loss)), make_batch, reference)
 
 
 @functools.cache
@@ -67,7 +67,7 @@ def plain(name: str, *arguments, **options) -> Subject:
         assert optimizer == "sgd"
         return ((torch.tensor(losses, dtype=torch.float64), weights) for losses, weights in model.reference(batches, pieces=pieces))
 
-    return Subject(Captured(model.traced, model.functions, model.parameters), model.batch, reference)
+    return Subject(lambda: Captured(model.traced, model.functions, model.parameters), model.batch, reference)
 
 
 def subject(which: tuple) -> Subject:
@@ -123,7 +123,7 @@ def train(which: tuple, directives: list, *, replicas: int, rows: int, optimizer
           wrong: str | None = None, trace: str | None = None, emulation: Emulation | None = None):
     """One step for each of `modes`, on `rows` rows of all replicas. Returns per step losses and all parameters after it, and the peak."""
     found = []
-    with _left_out(wrong), rrfp.program.compile(subject(which).captured, directives, optimizer=OPTIMIZERS[optimizer], timeout=60.0,
+    with _left_out(wrong), rrfp.program.compile(subject(which).captured(), directives, optimizer=OPTIMIZERS[optimizer], timeout=60.0,
                                                 emulation=emulation or late(seed), trace=trace) as run:
         for mode, batch in zip(modes, batches(which, rows, len(modes)), strict=True):
             run.mode = mode
@@ -134,7 +134,7 @@ def train(which: tuple, directives: list, *, replicas: int, rows: int, optimizer
 
 def fail(which: tuple, directives: list, *, replicas: int, rows: int, culprit: int, how: str, timeout: float = 60.0):
     """A good step, then one in which a rank does `how`. Returns what every rank saw, and how many seconds the second step took."""
-    captured, armed = subject(which).captured, []
+    captured, armed = subject(which).captured(), []
 
     def wrap(function):
         def run(weights, inputs):
@@ -171,7 +171,7 @@ def fail(which: tuple, directives: list, *, replicas: int, rows: int, culprit: i
 
 def refuse(which: tuple, directives: list, *, change: int | None = None) -> str:
     """What `compile` says. change: the rank whose parameters are other ones."""
-    captured = subject(which).captured
+    captured = subject(which).captured()
     if change == dist.get_rank():
         captured = Captured(captured.traced, captured.functions, {name: value + 1 for name, value in captured.weights.items()})
     try:

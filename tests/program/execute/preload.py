@@ -4,4 +4,4 @@ from tests.program.execute.jobs import gpt
 
 for experts in (False, True):
     for stages in (2, 4):
-        gpt(stages, experts, False)
+        gpt(stages, experts, False).captured()

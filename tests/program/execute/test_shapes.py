@@ -3,8 +3,12 @@
 import pytest
 
 from rrfp.program.builders import BUILDERS
-from rrfp.program.directives import Order, Place, Replicate, Shard, Split
+from rrfp.program.directives import Order, Place, Replicate, Shard, Split, apply
+from rrfp.program.lower import lower
+from rrfp.program.memory import memory
+from rrfp.program.training import training_dag
 from rrfp.trace.files import read
+from tests.program.execute import jobs
 from tests.program.execute.compare import worst
 
 pytestmark = pytest.mark.timeout(240)
@@ -69,12 +73,14 @@ def test_reductions_in_parts_and_together(groups, options, seed):
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_gathered_buckets_are_bounded(groups, prefetch):
-    """ZeRO-3 over five segments on two devices: never more than prefetch + 1 buckets lie there, while four microbatches go forward and back."""
+    """ZeRO-3 over five segments on two devices: as many bytes as `rrfp.program.memory` says, while four microbatches go forward and back."""
     directives = [Split({}, "MB", 4), Place({}, (0, 1)), Replicate({}, (0, 1), shard_params=True, prefetch=prefetch)]
-    found, peaks = worst(groups(2), ("chain", 4, 16), directives, replicas=2, pieces=8, modes=MODES)
-    block = 36 * 8  # bytes of a block's parameters; the head's 30 are fewer
-    assert found < TOLERANCE
-    assert {peak.gathered for peak in peaks} == {(prefetch + 1) * block if prefetch < 3 else 4 * block}
+    which = ("chain", 4, 16)
+    found, peaks = worst(groups(2), which, directives, replicas=2, pieces=8, modes=MODES)
+    pool = memory(lower(apply(training_dag(jobs.subject(which).captured().traced), directives)), 0).pool
+    whole = 8 * (4 * 36 + 30)
+    assert found < TOLERANCE and pool == min(8 * 36 * (prefetch + 1), whole) < whole
+    assert {peak.gathered for peak in peaks} == {pool}
 
 
 def test_a_trace_shows_collectives_beside_the_actions(groups, tmp_path):
