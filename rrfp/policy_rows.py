@@ -164,9 +164,10 @@ def _from_file(policy: "Policy", placement: Placement, microbatches: int) -> Seq
         _check_list(policy, file.rows, placement, microbatches, where=file.where)
         return file.rows
     if file.generator is None:
-        raise ConfigurationError(
-            f"--rrfp-hint {policy.hint}: is for {file.microbatches} microbatches, and this run has calls of {microbatches}; let a first line"
-            f" `# rrfp: generator=NAME` name the list for other numbers, or use a hint that exists for any, for example 1f1b")
+        program = Path(policy.hint).suffix == ".json"
+        out = "build the program for as many" if program else "let a first line `# rrfp: generator=NAME` name the list for other numbers"
+        raise ConfigurationError(f"--rrfp-hint {policy.hint}: is for {file.microbatches} microbatches, and this run has calls of {microbatches};"
+                                 f" {out}, or use a hint that exists for any, for example 1f1b")
     return rows_of(replace(policy, hint=file.generator), placement, microbatches, {})
 
 

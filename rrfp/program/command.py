@@ -19,11 +19,10 @@ from rrfp.program.lower import lower
 from rrfp.program.memory import memory
 from rrfp.program.plan import MODES, Lowered
 from rrfp.program.text import print_dag
+from rrfp.program.traced import EXPERT_PARTS
 from rrfp.program.workload import PythonModel
 from rrfp.scheduler.lists import write
 from rrfp.values import above_zero, at_least_one
-
-EXPERT_PARTS = ("attention", "experts", "combine")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,11 +11,11 @@ from rrfp.program.directives import Directive, Order, Split
 from rrfp.program.files import is_text, read_dag, read_program
 from rrfp.program.filters import Filter
 from rrfp.program.order import rows
-from rrfp.program.traced import Traced, sketch
+from rrfp.program.traced import EXPERT_PARTS, Traced, sketch
 from rrfp.scheduler.hints import Row
 from rrfp.scheduler.lists import ListFile, actions_of
 
-STAGE, EXPERTS = "PP", "EP"
+STAGE = "PP"
 
 
 def stage_rows(dag: DAG, *, stage: str = STAGE) -> list[Row]:
@@ -69,9 +69,9 @@ def _dag(path: str | Path) -> DAG:
     if isinstance(program.model, Traced):
         return program.dag()
     try:
-        experts = any(EXPERTS in filter for filter in _filters(program.directives))
+        experts = any("EP" in filter for filter in _filters(program.directives))
         pieces = math.prod(each.count for each in program.directives if isinstance(each, Split))
-        return program.dag(sketch(stages_of(program.directives), parts=("attention", "experts") if experts else (), batch=pieces))
+        return program.dag(sketch(stages_of(program.directives), parts=EXPERT_PARTS if experts else (), batch=pieces))
     except ConfigurationError as error:
         raise ConfigurationError(f"{path}: {error}") from None
 

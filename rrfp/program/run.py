@@ -36,6 +36,8 @@ class Row:
 def launch(options: argparse.Namespace) -> None:
     """Become torchrun with as many local processes as the program needs. Does not return."""
     program = _runnable(options)
+    if "RANK" in os.environ:
+        raise ConfigurationError("--local: starts the processes, and this is one of torchrun's already; leave one of the two out")
     words = [word for word in sys.argv[1:] if word != "--local"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(program.devices), "-m", "rrfp", *words]
     sys.stdout.flush()

@@ -13,6 +13,8 @@ from functools import cached_property
 from rrfp.errors import ConfigurationError
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
+EXPERT_PARTS = ("attention", "experts", "combine")
+"""Of a stage with experts, in a sketch."""
 _BYTES = re.compile(r"(\d+)(?:_|$|e)")
 
 

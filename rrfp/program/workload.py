@@ -68,7 +68,8 @@ class PythonModel:
         name, _, function = self.python.rpartition(":")
         path = (self.folder / name).resolve()
         if not name or not path.is_file():
-            raise ConfigurationError(f"model {self.python}: there is no file {name or self.python}; write FILE.py:FUNCTION, relative to the program's file")
+            raise ConfigurationError(f"model {self.python}: there is no file {name or self.python}; write FILE.py:FUNCTION, relative to the"
+                                     " program's file")
         found = getattr(_module(path), function, None)
         if not callable(found):
             raise ConfigurationError(f"model {self.python}: {path.name} has no function {function!r}; name the one that returns a Workload")

@@ -3,6 +3,9 @@
 import pytest
 from group import Group
 
+from rrfp.program.builders import interleaved, one_f_one_b
+from rrfp.program.files import write_program
+
 MICROBATCHES = 4
 LAYOUTS = {"PP2": {}, "PP2xVPP2": {"virtual_pipeline_model_parallel_size": 2}}
 HINTS = {"PP2": ["gpipe", "looped-bfs", "interleaved-1f1b"], "PP2xVPP2": ["gpipe", "looped-bfs", "interleaved-1f1b"]}
@@ -32,3 +35,13 @@ def test_another_order_of_microbatches_is_seen(layout):
     """Negative control: looped BFS as published goes back through the microbatches, which rounds otherwise, and free order lets it."""
     name, group = layout
     assert any(trained(group, "looped-bfs", "strict", [1], order="free")), name
+
+
+@pytest.mark.timeout(600)
+def test_a_programs_order_trains_bitwise_equal(layout, tmp_path):
+    """`--rrfp-hint FILE` of a program, an outline or one whose model is Python that is not there: it is not run."""
+    name, group = layout
+    strategy = one_f_one_b if name == "PP2" else interleaved
+    write_program(tmp_path / "p.json", strategy(2, MICROBATCHES), {"python": "nowhere.py:make"})
+    for mode in ("strict", "ready"):
+        assert trained(group, str(tmp_path / "p.json"), mode, [1]) == [None, None], name

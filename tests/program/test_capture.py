@@ -179,7 +179,7 @@ def test_one_replicas_reduction_left_out_is_seen(gpt):
 
 
 def test_what_no_value_of_the_batch_decides_is_made_where_it_is_used():
-    """A mask and a table, from a buffer, of one part for another: no message carries them. What is written in place afterwards is no such constant."""
+    """A mask and a table, from a buffer, of one part for another: no message carries them. What is written in place is no such constant."""
 
     class Masked(nn.Module):
         def __init__(self, write):

@@ -66,3 +66,30 @@ def test_what_is_refused_is_one_line(words, message, tmp_path, capsys, monkeypat
     monkeypatch.chdir(tmp_path)
     status, _, error = run(capsys, *words)
     assert status == 2 and error.startswith(f"rrfp program: {message}") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name, chunks, placement, limit", [
+    ("1f1b", 1, "looped", "1f1b"), ("interleaved", 2, "looped", "1f1b"), ("zb-v", 2, "v", "4"), ("dualpipev", 2, "v", "5"),
+])  # fmt: skip
+def test_simulate_and_compare_take_a_program(tmp_path, capsys, name, chunks, placement, limit):
+    """As a hint of either mode, a V among them where the run has that placement."""
+    file = tmp_path / "p.json"
+    run(capsys, "build", name, file, "--ranks", 2, "--microbatches", 4)
+    shape = ["--stages", "2", "--microbatches", "4", "--seeds", "1", *(["--placement", "v"] if placement == "v" else ["--chunks", str(chunks)])]
+    modes = ["--modes", f"strict:{file}:{limit}", f"ready:{file}:{limit}"]
+    assert main(["simulate", *shape, *modes]) == 0 and capsys.readouterr().out.count(f":{file}:") == 2
+    assert main(["compare", "--simulated", "--scenario", "uniform", *shape, *modes]) == 0
+    assert capsys.readouterr().out.count(f"\nstrict:{file}:") == 1
+
+
+def test_a_program_for_another_run_is_refused_with_the_way_out(tmp_path, capsys):
+    file = tmp_path / "p.json"
+    run(capsys, "build", "zb-v", file, "--ranks", 2, "--microbatches", 4)
+    shape = ["--stages", "2", "--chunks", "2", "--seeds", "1", "--modes", f"strict:{file}:4"]
+    for microbatches, line in ((4, "is a list with a V placement (as of ZB-V, DualPipeV): stage 2 on rank 1"), (8, "is for 4 microbatches")):
+        with pytest.raises(ConfigurationError) as refused:
+            parse_mode(f"strict:{file}:4").list_for(Placement.looped(2, 2), microbatches)
+        assert line in str(refused.value)
+    assert "build the program for as many, or use a hint that exists for any" in str(refused.value)
+    assert main(["simulate", "--microbatches", "4", *shape]) == 2
+    assert "use a list for this run's placement" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""docs/program.md's training script, and what `compile` says before it runs."""
+"""docs/programs.md's training script, and what `compile` says before it runs."""
 
 import re
 import subprocess
@@ -12,7 +12,7 @@ import rrfp.program
 from rrfp.errors import ConfigurationError
 
 pytestmark = pytest.mark.timeout(240)
-PAGE = (Path(__file__).parents[3] / "docs/program.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/programs.md").read_text()
 
 
 def test_the_pages_script_trains(groups):
