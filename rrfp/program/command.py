@@ -123,8 +123,10 @@ def _build(options: argparse.Namespace) -> None:
         print(f"program: {options.file} (rrfp program show {options.file})")
         return
     path, _, function = options.model.rpartition(":")
+    if not path:
+        raise ConfigurationError(f"--model {options.model}: names no function; write FILE.py:FUNCTION")
     folder = options.file.parent
-    model = PythonModel(f"{os.path.relpath(path or function, folder)}:{function}", folder=folder)
+    model = PythonModel(f"{os.path.relpath(path, folder)}:{function}", folder=folder)
     if "stages" in inspect.signature(model.function).parameters:
         model = replace(model, arguments={"stages": stages})
     program = Program(tuple(directives), model)

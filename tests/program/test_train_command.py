@@ -135,9 +135,9 @@ def test_what_cannot_run_is_refused_with_the_way_out(folder, capsys, monkeypatch
 @pytest.mark.parametrize("model, message", [
     ("none.py:make", "model none.py:make: there is no file none.py; write FILE.py:FUNCTION, relative to the program's file"),
     ("my_model.py:build", "model my_model.py:build: my_model.py has no function 'build'; name the one that returns a Workload"),
-    ("my_model.py", "model .:my_model.py: there is no file .; write FILE.py:FUNCTION"),
+    ("my_model.py", "--model my_model.py: names no function; write FILE.py:FUNCTION"),
     ("my_model.py:Chain", "model my_model.py:Chain: returned a Chain; it must return an rrfp.program.workload.Workload"),
-    ("fixed.py:make", "place {PP=2}: matches nothing: the nodes have PP = 0, 1"),
+    ("fixed.py:make", "place {PP=2}: {PP=2}: matches nothing: the nodes have PP = 0, 1"),
 ])  # fmt: skip
 def test_a_model_that_does_not_fit_is_refused_when_the_file_is_built(folder, capsys, model, message):
     (folder / "fixed.py").write_text(CODE.replace("def make(stages=2)", "def make()").replace("Chain(stages)", "Chain(2)"))
