@@ -8,8 +8,8 @@ from typing import Any
 from rrfp.comm.choices import CHOICES
 from rrfp.errors import ConfigurationError
 from rrfp.megatron.padding import LEVELS, parse_scenario
-from rrfp.policy import Policy, register_hint
-from rrfp.scheduler.lists import PUBLISHED, read_file
+from rrfp.policy import Policy, read_hint, register_hint
+from rrfp.scheduler.lists import PUBLISHED
 from rrfp.tp_coord.agreement import KINDS
 
 SCHEDULES = ("1f1b", "rrfp")
@@ -121,7 +121,7 @@ def _register(hint: str) -> None:
     So may the generator that a file names.
     """
     if Path(hint).is_file():
-        hint = read_file(hint).generator or ""
+        hint = read_hint(hint).generator or ""
     module, colon, name = hint.partition(":")
     if not colon:
         return

