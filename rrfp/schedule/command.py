@@ -35,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
                             ("convert", _convert, "write it as a CSV file that PyTorch reads too")):
         one = commands.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".")
         one.set_defaults(run=run)
-        one.add_argument("list", metavar="NAME|FILE", help=f"{', '.join(NAMES)}, or a CSV file with one line per rank")
+        one.add_argument("list", metavar="NAME|FILE", help=f"{', '.join(NAMES)}, a CSV file with one line per rank, or a program (.json)")
         if run is _convert:
             one.add_argument("out", type=Path, metavar="OUT", help="the file to write")
             one.add_argument("--generator", metavar="NAME", help="name in it the hint that makes the list for other numbers of microbatches "

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rrfp.errors import ConfigurationError
 from rrfp.placement import Placement
-from rrfp.policy import BUILT_IN, RULES, SPLIT_ONLY, UNIT_DURATIONS, Policy
+from rrfp.policy import BUILT_IN, RULES, SPLIT_ONLY, UNIT_DURATIONS, Policy, read_hint
 from rrfp.schedule.published import published_steps
 from rrfp.scheduler import lists
 from rrfp.scheduler.arbiter import Scheduler
@@ -159,7 +159,7 @@ def _named(name: str, *, ranks: int | None, chunks: int | None, microbatches: in
 
 
 def _from_file(name: str, *, ranks: int | None, chunks: int | None, microbatches: int | None) -> Plan:
-    file = lists.read_file(name, source=name)
+    file = read_hint(name) if Path(name).suffix == ".json" else lists.read_file(name, source=name)  # a program's order is a list, too
     owners: dict[int, int] = {}
     for rank, row in enumerate(file.rows):
         for action in lists.actions_of(row):

@@ -115,6 +115,14 @@ def test_check_of_files(capsys, tmp_path, content, verdict):
     assert status == verdict.startswith("cannot")
 
 
+def test_a_program_is_a_list_too(capsys, tmp_path):
+    """Its order of stages, here placed in a V."""
+    assert main(["program", "build", "dualpipev", str(tmp_path / "dual.json"), "--ranks", "2", "--microbatches", "4"]) == 0
+    capsys.readouterr()
+    status, out, err = run(capsys, "check", tmp_path / "dual.json")
+    assert status == 0 and ": runs: 2 ranks of 2 chunks in a V, 4 microbatches, some backwards split" in out and not err
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_convert_writes_what_torch_reads(capsys, tmp_path, name):
     golden = next(GOLDEN.glob(f"{name}-?-*.csv"))
