@@ -2,6 +2,7 @@
 
 import jobs  # first: it puts Megatron on the CPU before anything imports it
 
+import device_jobs  # noqa: F401
 import layer_jobs  # noqa: F401
 import step_jobs  # noqa: F401
 

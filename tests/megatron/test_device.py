@@ -27,6 +27,13 @@ def test_free_order_pairs_labels_with_tokens(group, full):
     assert max(group.run("on_a_device", run="free_order", microbatches=6, iterations=100 if full else 4, lanes=3, deadline=300)) < 1e-6
 
 
+def test_a_split_backward_is_bitwise_the_whole_one(full):
+    with Group(2, script="split_jobs.py") as group:
+        where = group.run("on_a_device", run="same", microbatches=5, seeds=list(range(10 if full else 1)), options={"hint": "fill-r", "limit": "2p"},
+                          deadline=300)
+        assert where == [None, None]
+
+
 def test_nothing_waits_for_the_whole_device(group):
     for counts, waits in group.run("waits_on_a_device", microbatches=4):
         assert counts == {"synchronize": 0, "item": 0, "empty_cache": 0}
