@@ -38,7 +38,7 @@ PATHS = ["host"] if REHEARSAL else ["auto", "host"]
 
 
 def start(pipeline: int = RANKS) -> None:
-    torch.distributed.init_process_group("nccl" if NCCL_WORLD else "gloo", init_method=f"file://{STORE}", rank=RANK, world_size=RANKS)
+    torch.distributed.init_process_group("nccl" if NCCL_WORLD else "gloo", init_method=Path(STORE).resolve().as_uri(), rank=RANK, world_size=RANKS)
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pipeline)
     if not NCCL_WORLD:
         gpt.stage_messages_through_the_host()
@@ -75,7 +75,7 @@ def memory():
     from rrfp.action import Edge
     from rrfp.comm.paths import probe
 
-    torch.distributed.init_process_group("gloo", init_method=f"file://{STORE}", rank=RANK, world_size=RANKS)
+    torch.distributed.init_process_group("gloo", init_method=Path(STORE).resolve().as_uri(), rank=RANK, world_size=RANKS)
     if REHEARSAL:
         return "ok", "nothing to try without a GPU"
     from rrfp.comm.cuda import CudaDevice
