@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import os
 import random
 import signal
@@ -188,6 +189,11 @@ def page(code: str) -> dict:
     with mock.patch.object(dist, "init_process_group"), mock.patch.object(dist, "destroy_process_group"):
         exec(code, variables)
     return {name: value for name, value in variables.items() if isinstance(value, (int, float, str, list))}
+
+
+def benchmark(module: str, name: str, arguments: tuple):
+    """Runs a function of a benchmark."""
+    return getattr(importlib.import_module(f"benchmarks.{module}"), name)(*arguments)
 
 
 def _own(batch, replicas: int):

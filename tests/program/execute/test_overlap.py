@@ -3,60 +3,44 @@
 Stage times and collectives are emulated (slept): on a CPU their own would say nothing. Everything else is real.
 """
 
-from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 
-from rrfp.program.builders import BUILDERS
-from rrfp.program.clock import nominal, overlap, paired
-from rrfp.program.clock import run as simulate
-from rrfp.program.dag import ALL_REDUCE, ALL_TO_ALL, COMPUTE, Node
-from rrfp.program.directives import Place, Replicate, Shard, Split, apply
-from rrfp.program.execute.compiled import Emulation
-from rrfp.program.lower import lower
+from benchmarks import overlap
+from rrfp.errors import ConfigurationError
+from rrfp.program.dag import ALL_REDUCE, ALL_TO_ALL
 from rrfp.program.traces import spans
-from rrfp.program.training import training_dag
 from rrfp.trace.files import read
-from tests.program.execute import jobs
 
 pytestmark = pytest.mark.timeout(240)
+UNIT = 0.01
 
 
-@dataclass(frozen=True)
-class Nominal:
-    """The virtual clock's durations, in seconds. reduction: of a whole bucket, in units."""
-
-    unit: float
-    reduction: float = 0.5
-    parts: int = 1
-
-    def __call__(self, node: Node) -> float:
-        if node.kind == ALL_REDUCE:
-            return self.unit * self.reduction / self.parts
-        return self.unit * nominal(node)
-
-
-def traced(group, which, directives, tmp_path, seconds, *, mode="strict", replicas=2, pieces):
-    """(program, its nodes' spans in the second step, by replica)."""
-    group.run("train", which=which, directives=directives, replicas=replicas, rows=2 * pieces, optimizer="sgd", modes=[mode] * 2,
-              trace=str(tmp_path), emulation=Emulation(seconds))
-    program = lower(apply(training_dag(jobs.subject(which).captured.traced), directives))
-    return program, [spans(program, read(tmp_path / f"pipeline{k}"), 1) for k in range(replicas)]
+def start(group):
+    return lambda job, *arguments: group.run("benchmark", module="overlap", name=job.__name__, arguments=arguments)
 
 
 def test_a_pairs_exchanges_lie_under_the_paired_computation(groups, tmp_path, full):
     """DualPipeV's pairs hide at least 80% of their all-to-alls' time under the other sub-DAG; the same order without pairs under 10%."""
-    microbatches, which, seconds = 10 if full else 6, ("chain", 4, 8, {"experts": True}), Nominal(0.01)
-    shares, took = {}, {}
-    for name, mode, options in (("pairs", "strict", {}), ("pairs, ready", "ready", {}), ("apart", "strict", {"overlap": False})):
-        directives = BUILDERS["dualpipev"](2, microbatches, replicas=2, experts=True, **options)
-        program, found = traced(groups(4), which, directives, tmp_path / name, seconds, mode=mode, pieces=2 * microbatches)
-        pairs = pairs if options else paired(program.dag)  # the same nodes, in the order without pairs
-        shares[name] = [round(overlap(program.dag, each, pairs), 3) for each in found]
-        took[name] = round(max(span.end for span in found[0].values()) - min(span.start for span in found[0].values()), 3)
-        for node in program.dag.of(COMPUTE, ALL_TO_ALL):
-            assert all(node.name in each for each in found), f"{node.name} is not in the trace"
-    print(shares, took)
-    assert len(pairs) > 0.4 * len(program.dag.of(ALL_TO_ALL))
-    assert min(shares["pairs"]) >= 0.8 and min(shares["pairs, ready"]) >= 0.8 and max(shares["apart"]) < 0.1, shares
-    assert took["pairs"] < took["apart"]
+    found = overlap.pairs(start(groups(4)), 2, 10 if full else 6, UNIT, tmp_path)
+    print(found)
+    for name, replicas in found.items():
+        for each in replicas:
+            assert each.pairs < 0.1 if name == "apart" else each.pairs >= 0.8, (name, each)
+    assert found["pairs"][0].seconds < found["apart"][0].seconds
+
+
+def test_three_placements_of_reductions_beside_all_to_alls(groups, tmp_path):
+    found = overlap.placements(start(groups(2)), 4, 2 * UNIT, tmp_path)
+    print(found)
+    own, shared, slotted = found["own"], found["shared"], found["slotted"]
+    assert set(own.streams["dp"]) == {ALL_REDUCE} and set(own.streams["ep"]) == {ALL_TO_ALL} and own.beside > 2 * UNIT
+    for each in (shared, slotted):
+        assert set(each.streams) == {"ep"} and each.beside < 1e-3, "one after the other"
+    last = len(slotted.streams["ep"]) - 1 - slotted.streams["ep"][::-1].index(ALL_TO_ALL)
+    between = slotted.streams["ep"][:last]
+    assert ALL_REDUCE in between and (ALL_REDUCE, ALL_REDUCE) not in set(pairwise(between)), "one between two all-to-alls"
+    assert own.late < slotted.late < 0.7 * shared.late
+    with pytest.raises(ConfigurationError, match="the trace is not of this program: rank 0 has no action"):
+        spans(overlap.program_of(2, []), read(tmp_path / "own/pipeline0"))
