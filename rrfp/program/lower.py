@@ -70,6 +70,8 @@ class _Lowering:
     def unit(self, node: Node, rank: int) -> int:
         dims = ",".join(f"{dim}={index}" for dim, index in node.dims.items() if dim != self.microbatch)
         name = f"{node.what}[{dims}]" if dims else node.what
+        if node.kind == REDUCE_SCATTER and not node.dims and self.dag.bucket_of(node).zero >= 2:
+            name = f"{node.what}[tied]"  # it comes last: not in a row with those of the microbatches
         if (name, rank) not in self._number:
             self._number[name, rank] = len(self.units)
             self.units.append(name)

@@ -12,11 +12,11 @@ from rrfp.comm.transport import Arrival
 from rrfp.errors import ConfigurationError
 from rrfp.program.builders import BUILDERS, dualpipev
 from rrfp.program.directives import Order, Place, Replicate, Shard, Split, apply
-from rrfp.program.lower import lower
+from rrfp.program.lower import is_tied, lower
 from rrfp.program.traced import sketch
 from rrfp.program.training import training_dag
 from rrfp.simulate.clock import Deadlock, drive
-from tests.program.models import diamond
+from tests.program.models import chain, diamond
 
 PARTS = ("attention", "experts", "combine")
 UNIT = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
@@ -132,6 +132,18 @@ def test_both_modes_end_under_any_delays(name, options, full):
                         assert set(ran[at:at + len(group)]) == set(group)
                         at += len(group)
     assert total["ready"] < 1.03 * total["strict"], total
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_sums_over_several_ranks_come_last(zero):
+    """After all computation of a rank, and before its updates, which come one by one: nobody waits in an update for one who waits for it."""
+    program = lower(apply(training_dag(chain(3, 8, tied=True).traced), BUILDERS["1f1b"](3, 4, replicas=2, zero=zero)))
+    for mode in ("strict", "ready"):
+        ran = drive([program.scheduler(rank, mode=mode) for rank in range(3)], *drawn(0, 0.5)).rows
+        for plan, actions in zip(program.plans, ran, strict=True):
+            nodes = [plan.nodes[action] for action in actions]
+            kinds = "".join("c" if node.kind == "COMPUTE" else "t" if is_tied(node) else "u" if node.kind == "UPDATE" else "" for node in nodes)
+            assert re.fullmatch("c+t{0,1}u+", kinds) and ("t" in kinds) == (plan.rank != 1), kinds
 
 
 def test_with_more_memory_readiness_gains():

@@ -38,6 +38,9 @@ class Collectives:
         wanted = {(node.stream, group) for node in program.dag.nodes.values() for group in node.groups}
         wanted |= {(OWN, tuple(plan.devices[k] for plan in program.plans)) for k in range(len(replicas))}
         wanted |= {(OWN, plan.devices) for plan in program.plans}
+        self.gathers = {f"ALL_GATHER:{node.what.partition('.')[0]}": node for node in program.dag.of(ALL_GATHER)
+                        if node.phase and device in node.devices}
+        """ZeRO-3: by the name that a gather of a bucket has as an operation, one of the nodes that ask for it."""
         self._groups = {}
         for stream, members in sorted(wanted):
             if len(members) > 1:
@@ -99,10 +102,10 @@ class Collectives:
 
     def gather(self, bucket: str) -> Operation:
         """ZeRO-3: bring a bucket."""
-        node = next(node for node in self._dag.of(ALL_GATHER) if node.phase and node.what.partition(".")[0] == bucket and self._device in node.devices)
+        node = self.gathers[name := f"ALL_GATHER:{bucket}"]
         store, (group, _) = self._parameters.stores[bucket], self._group(node)
         store.allocate()
-        return self._streams.issue(node.stream, f"ALL_GATHER:{bucket}", lambda: store.gather(0, group, self._streams.finish))
+        return self._streams.issue(node.stream, name, lambda: store.gather(0, group, self._streams.finish))
 
     def exchange(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
         """What an ALL_TO_ALL does with a tensor."""
@@ -127,8 +130,8 @@ class Collectives:
         """What each replica of this rank has, in their order."""
         if (group := self._groups.get((OWN, self._replicas))) is None:
             return [value]
-        found = value.new_empty((len(self._replicas), *value.shape))
-        self._own("state", lambda: self._streams.finish(dist.all_gather_single(found.view(-1), value.reshape(-1).contiguous(), group=group, async_op=True)))
+        found, sent = value.new_empty((len(self._replicas), *value.shape)), value.reshape(-1).contiguous()
+        self._own("state", lambda: self._streams.finish(dist.all_gather_single(found.view(-1), sent, group=group, async_op=True)))
         return list(found)
 
     def _own(self, name: str, run: Callable[[], None]) -> None:

@@ -33,7 +33,7 @@ class ProgramExecutor:
         loss: the tensor that is the loss.
         release: gives a message's buffer back.
         device: where tensors are.
-        seconds: emulated durations, for tests and benchmarks only: an action takes at least so long.
+        seconds: emulated durations, for tests and benchmarks only: a computation or an update takes at least so long.
     """
 
     capacity = 1
@@ -95,9 +95,9 @@ class ProgramExecutor:
         else:
             self._operations[node.name] = self._collectives.issue(node, after=self._before(node))
         outputs = {edge: self._payload(edge, task.action.microbatch, made) for edge in task.sends}
-        due = start + (self._seconds(node) if node.kind in (COMPUTE, UPDATE) else 0.0)  # a reduction takes its time on its stream
-        self.padded = max(0.0, due - time.monotonic())
-        time.sleep(self.padded)
+        self.padded = max(0.0, start + self._seconds(node) - time.monotonic()) if node.kind in (COMPUTE, UPDATE) else 0.0
+        if self.padded:
+            time.sleep(self.padded)
         done(outputs)
 
     def finish(self) -> None:

@@ -219,7 +219,6 @@ class Parameters:
         self._segment_store = {segment: store for store in by_segments.values() for segment in store.segments}
         for store in by_segments.values():
             self._store_of.update(dict.fromkeys(store.leaves, store))
-        self._check_shared(used)
         for store in by_segments.values():
             store.make_optimizers(make_optimizer, {segment: dag.owned(segment) for segment in store.segments})
 
@@ -228,19 +227,8 @@ class Parameters:
         for segment in segments:
             ways = self._dag.sharded.get(segment, 1)
             for name in self._dag.owned(segment):
-                if ways > 1 and (not weights[name].shape or weights[name].shape[0] % ways):
-                    raise ConfigurationError(f"shard: {segment}: {name} has {list(weights[name].shape[:1])} along its first dimension, which {ways} devices do"
-                                             " not divide; give ways, or other experts")
                 values[name] = weights[name].detach().chunk(ways)[self._place % ways] if ways > 1 else weights[name].detach()
         return Store(title, segments, values, sharing)
-
-    def _check_shared(self, used: list[str]) -> None:
-        for segment in used:
-            for name in self._dag.segments[segment].parameters:
-                store = self._store_of[name]
-                if store.sharing.zero == 3 and segment not in store.segments:
-                    raise ConfigurationError(f"replicate: shard_params: {segment}: shares {name} with {', '.join(store.segments)}, and would not gather"
-                                             " it; place them on different devices, or leave shard_params out")
 
     def weights(self, segment: str) -> dict[str, torch.Tensor]:
         """What its function is called with."""
@@ -264,6 +252,27 @@ class Parameters:
     def owned(self) -> dict[str, Store]:
         """By name, the store of every parameter that this device holds."""
         return dict(self._store_of)
+
+
+def check_parameters(program: Lowered, weights: Mapping[str, torch.Tensor]) -> None:
+    """What every device can hold, asked on every rank, so that all refuse alike.
+
+    Raises:
+        ConfigurationError: experts that the ways do not divide; a parameter that would not be gathered for all that read it.
+    """
+    dag = program.dag
+    owners = {(dag.homes[segment], name): segment for segment in dag.segments for name in dag.owned(segment)}
+    gathered = {segment: bucket.segments for bucket in dag.buckets.values() if bucket.zero == 3 for segment in bucket.segments}
+    for segment, made in dag.segments.items():
+        ways = dag.sharded.get(segment, 1)
+        for name in made.parameters:
+            shape, owner = weights[name].shape, owners[dag.homes[segment], name]
+            if ways > 1 and (not shape or shape[0] % ways):
+                raise ConfigurationError(f"shard: {segment}: {name} is {list(shape)}, and {ways} devices do not divide its first dimension;"
+                                         " give other ways, or other experts")
+            if owner in gathered and segment not in gathered[owner]:
+                raise ConfigurationError(f"replicate: shard_params: {segment}: shares {name} with {owner}, and would not gather it; place them on"
+                                         " different devices, or leave shard_params out")
 
 
 def _sharing(dag: DAG, title: str, device: int) -> Sharing:

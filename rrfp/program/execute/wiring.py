@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rrfp.action import Action, Edge
+from rrfp.action import Edge
 from rrfp.program.dag import ALL_TO_ALL, COMPUTE, RECV, SEND, Node
 from rrfp.program.plan import Lowered
 
@@ -142,7 +142,3 @@ def losses(program: Lowered, loss: str) -> Mapping[str, int]:
             found[node.name] = piece
     return found
 
-
-def action_of(program: Lowered, name: str) -> tuple[int, Action]:
-    """Pipeline rank and action of a node."""
-    return next((plan.rank, action) for plan in program.plans for action, node in plan.nodes.items() if node.name == name)

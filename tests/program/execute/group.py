@@ -8,7 +8,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.program.execute.jobs"])
+_CONTEXT.set_forkserver_preload(["tests.program.execute.preload"])
 
 
 class Group:

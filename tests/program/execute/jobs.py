@@ -1,4 +1,4 @@
-"""What the ranks of a `Group` run. Importing it captures the transformers, once for all ranks, which are forks."""
+"""What the ranks of a `Group` run, and the models that they train."""
 
 import contextlib
 import functools
@@ -18,8 +18,8 @@ import rrfp.program
 from rrfp.errors import RRFPError
 from rrfp.program.capture import Captured, capture
 from rrfp.program.execute import collectives
-from rrfp.program.execute.compiled import Emulation
 from rrfp.program.execute.parameters import _Flat
+from rrfp.program.execute.run import Emulation
 from tests.program import models
 from tests.program.transformer import GPT, loss, make_batch
 
@@ -34,7 +34,7 @@ OPTIMIZERS = {
 class Subject(NamedTuple):
     """A model to train. batch: (rows, seed) -> a batch. reference: (batches, pieces, optimizer) -> per step losses and parameters."""
 
-    captured: Captured
+    captured: Callable[[], Captured]
     batch: Callable
     reference: Callable
 
@@ -56,7 +56,7 @@ def gpt(stages: int, experts: bool = False, tied: bool = False) -> Subject:
             update.step()
             yield losses.detach(), {name: value.detach().clone() for name, value in model.named_parameters()}
 
-    return Subject(capture(make(), make_batch(8, 0), loss=loss), make_batch, reference)
+    return Subject(functools.cache(lambda: capture(make(), make_batch(8, 0), loss=loss)), make_batch, reference)
 
 
 @functools.cache
@@ -66,18 +66,17 @@ def plain(name: str, *arguments, **options) -> Subject:
 
     def reference(batches, pieces, optimizer):
         assert optimizer == "sgd"
-        return ((torch.tensor(losses), weights) for losses, weights in model.reference(batches, pieces=pieces))
+        return ((torch.tensor(losses, dtype=torch.float64), weights) for losses, weights in model.reference(batches, pieces=pieces))
 
-    return Subject(Captured(model.traced, model.functions, model.parameters), model.batch, reference)
+    return Subject(lambda: Captured(model.traced, model.functions, model.parameters), model.batch, reference)
 
 
 def subject(which: tuple) -> Subject:
-    """("gpt", stages, experts, tied), or ("chain", stages, rows, {"tied": True}) and the like."""
+    """("gpt", stages, experts, tied), or ("chain", stages, rows, "tied") and the like: what is a string is switched on."""
     name, *arguments = which
     if name == "gpt":
         return gpt(*arguments)
-    options = arguments.pop() if isinstance(arguments[-1], dict) else {}
-    return plain(name, *arguments, **options)
+    return plain(name, *(each for each in arguments if not isinstance(each, str)), **{each: True for each in arguments if isinstance(each, str)})
 
 
 def batches(which: tuple, rows: int, steps: int) -> list:
@@ -125,7 +124,7 @@ def train(which: tuple, directives: list, *, replicas: int, rows: int, optimizer
           wrong: str | None = None, trace: str | None = None, emulation: Emulation | None = None):
     """One step for each of `modes`, on `rows` rows of all replicas. Returns per step losses and all parameters after it, and the peak."""
     found = []
-    with _left_out(wrong), rrfp.program.compile(subject(which).captured, directives, optimizer=OPTIMIZERS[optimizer], timeout=60.0,
+    with _left_out(wrong), rrfp.program.compile(subject(which).captured(), directives, optimizer=OPTIMIZERS[optimizer], timeout=60.0,
                                                 emulation=emulation or late(seed), trace=trace) as run:
         for mode, batch in zip(modes, batches(which, rows, len(modes)), strict=True):
             run.mode = mode
@@ -136,7 +135,7 @@ def train(which: tuple, directives: list, *, replicas: int, rows: int, optimizer
 
 def fail(which: tuple, directives: list, *, replicas: int, rows: int, culprit: int, how: str, timeout: float = 60.0):
     """A good step, then one in which a rank does `how`. Returns what every rank saw, and how many seconds the second step took."""
-    captured, armed = subject(which).captured, []
+    captured, armed = subject(which).captured(), []
 
     def wrap(function):
         def run(weights, inputs):
@@ -173,7 +172,7 @@ def fail(which: tuple, directives: list, *, replicas: int, rows: int, culprit: i
 
 def refuse(which: tuple, directives: list, *, change: int | None = None) -> str:
     """What `compile` says. change: the rank whose parameters are other ones."""
-    captured = subject(which).captured
+    captured = subject(which).captured()
     if change == dist.get_rank():
         captured = Captured(captured.traced, captured.functions, {name: value + 1 for name, value in captured.weights.items()})
     try:
@@ -199,7 +198,3 @@ def benchmark(module: str, name: str, arguments: tuple):
 def _own(batch, replicas: int):
     return {key: value.chunk(replicas)[dist.get_rank() % replicas] for key, value in batch.items()}
 
-
-for _experts in (False, True):
-    for _stages in (2, 4):
-        gpt(_stages, _experts, False)

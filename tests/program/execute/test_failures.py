@@ -3,12 +3,13 @@
 import pytest
 
 from rrfp.program.builders import BUILDERS
+from rrfp.program.directives import Place, Replicate, Shard, Split
 from tests.program.execute.compare import worst
 from tests.program.execute.group import Group
 
 pytestmark = pytest.mark.timeout(240)
-WHICH = ("chain", 2, 8, {"experts": True})
-SOON = 10.0
+WHICH = ("chain", 2, 8, "experts")
+SOON = 30.0
 """Seconds; the pipeline's own deadline is 60."""
 
 
@@ -20,7 +21,7 @@ def directives(**options):
 def test_a_rank_that_raises_ends_every_rank(groups, how, words):
     found = groups(4).run("fail", which=WHICH, directives=directives(experts=True), replicas=2, rows=16, culprit=2, how=how)
     for rank, (kind, text, seconds) in enumerate(found):
-        assert words in text and seconds < SOON, (rank, text)
+        assert words in f"{kind}: {text}" and seconds < SOON, (rank, text, seconds)
         assert kind == "PipelineError" and text.startswith("rank 2 failed (") or rank == 2, (rank, kind, text)
     # The same processes train on, with a program opened anew.
     assert worst(groups(4), WHICH, directives(experts=True), replicas=2, pieces=8, modes=["ready"])[0] < 1e-12
@@ -39,6 +40,17 @@ def test_a_rank_that_is_killed_is_named():
     assert found.pop(1) == (False, "ended with -9")
     for returned, (kind, text, seconds) in found:
         assert returned and kind == "PipelineError" and seconds < SOON and "rank 1" in text, text
+
+
+def test_what_a_device_cannot_hold_is_refused_on_every_rank(groups):
+    tied = groups(4).run("refuse", which=("chain", 2, 8, "tied"), directives=[
+        Split({}, "MB", 4), Place({"PP": "*"}, (0, 1, 2, 3)), Replicate({"PP": "*"}, (0, 1, 2, 3), shard_params=True)])
+    assert set(tied) == {"ConfigurationError: replicate: shard_params: block1: shares block0.w with block0, and would not gather it; place them on"
+                         " different devices, or leave shard_params out"}
+    devices = (0, 1, 2, 3)
+    uneven = groups(4).run("refuse", which=("chain", 2, 8), directives=[Place({}, devices), Shard({"PP": 0}, devices), Replicate({"PP": 1}, devices)])
+    assert set(uneven) == {"ConfigurationError: shard: block0: block0.w is [6, 6], and 4 devices do not divide its first dimension; give other ways,"
+                           " or other experts"}
 
 
 @pytest.mark.parametrize("options, change, words", [

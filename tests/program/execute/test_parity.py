@@ -44,5 +44,6 @@ def test_every_builder_with_every_parallelism(groups, name, parallel, seed, full
 def test_numbers_differ_without_a_directives_communication(groups, wrong, options):
     """Negative control: the proof above sees it when a reduction is left out, or tokens stay where they are."""
     which = ("gpt", 2, options.get("experts", False), False)
-    found, _ = worst(groups(4), which, BUILDERS["1f1b"](2, MICROBATCHES, **options), replicas=2, pieces=2 * MICROBATCHES, modes=["strict"] * 2, wrong=wrong)
+    directives = BUILDERS["1f1b"](2, MICROBATCHES, **options)
+    found, _ = worst(groups(4), which, directives, replicas=2, pieces=2 * MICROBATCHES, modes=["strict"] * 2, wrong=wrong)
     assert found > 1e-4

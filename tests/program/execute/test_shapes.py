@@ -3,8 +3,12 @@
 import pytest
 
 from rrfp.program.builders import BUILDERS
-from rrfp.program.directives import Order, Place, Replicate, Shard, Split
+from rrfp.program.directives import Order, Place, Replicate, Shard, Split, apply
+from rrfp.program.lower import lower
+from rrfp.program.memory import memory
+from rrfp.program.training import training_dag
 from rrfp.trace.files import read
+from tests.program.execute import jobs
 from tests.program.execute.compare import worst
 
 pytestmark = pytest.mark.timeout(240)
@@ -37,7 +41,7 @@ def test_a_strategy_that_nobody_shipped(groups, seed):
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_parameter_of_two_stages(groups, zero, seed):
     directives = BUILDERS["zb-1"](2, 4, replicas=2, zero=zero)
-    found, _ = worst(groups(4), ("chain", 2, 8, {"tied": True}), directives, replicas=2, pieces=8, modes=MODES, seed=seed)
+    found, _ = worst(groups(4), ("chain", 2, 8, "tied"), directives, replicas=2, pieces=8, modes=MODES, seed=seed)
     assert found < TOLERANCE
 
 
@@ -46,7 +50,7 @@ def test_experts_in_fewer_pieces_than_devices(groups, zero, seed):
     """Four replicas, experts in two pieces: each piece has two replicas, which are kept equal."""
     kept = {"shard_optimizer": zero >= 1, "shard_grads": zero >= 2, "shard_params": zero >= 3}
     directives = [Split({}, "MB", 2), Place({}, (0, 1, 2, 3)), Shard({"EP": "*"}, (0, 1, 2, 3), ways=2), Replicate({}, (0, 1, 2, 3), **kept)]
-    found, _ = worst(groups(4), ("chain", 2, 8, {"experts": True}), directives, replicas=4, pieces=8, modes=MODES, seed=seed)
+    found, _ = worst(groups(4), ("chain", 2, 8, "experts"), directives, replicas=4, pieces=8, modes=MODES, seed=seed)
     assert found < TOLERANCE
 
 
@@ -62,24 +66,26 @@ def test_a_part_is_split_once_more(groups, seed):
     {"experts": True, "bucket_size": 1e-4, "slotted": True, "reduce_stream": "all_to_all"},
 ], ids=str)  # fmt: skip
 def test_reductions_in_parts_and_together(groups, options, seed):
-    which = ("chain", 4, 8, {"experts": options.get("experts", False)})
+    which = ("chain", 4, 8, *(["experts"] if "experts" in options else []))
     found, _ = worst(groups(4), which, BUILDERS["dualpipev"](2, 4, replicas=2, **options), replicas=2, pieces=8, modes=MODES, seed=seed)
     assert found < TOLERANCE
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_gathered_buckets_are_bounded(groups, prefetch):
-    """ZeRO-3 over five segments on two devices: never more than prefetch + 1 buckets lie there, while four microbatches go forward and back."""
+    """ZeRO-3 over five segments on two devices: as many bytes as `rrfp.program.memory` says, while four microbatches go forward and back."""
     directives = [Split({}, "MB", 4), Place({}, (0, 1)), Replicate({}, (0, 1), shard_params=True, prefetch=prefetch)]
-    found, peaks = worst(groups(2), ("chain", 4, 16), directives, replicas=2, pieces=8, modes=MODES)
-    block = 36 * 8  # bytes of a block's parameters; the head's 30 are fewer
-    assert found < TOLERANCE
-    assert {peak.gathered for peak in peaks} == {(prefetch + 1) * block if prefetch < 3 else 4 * block}
+    which = ("chain", 4, 16)
+    found, peaks = worst(groups(2), which, directives, replicas=2, pieces=8, modes=MODES)
+    pool = memory(lower(apply(training_dag(jobs.subject(which).captured().traced), directives)), 0).pool
+    whole = 8 * (4 * 36 + 30)
+    assert found < TOLERANCE and pool == min(8 * 36 * (prefetch + 1), whole) < whole
+    assert {peak.gathered for peak in peaks} == {pool}
 
 
 def test_a_trace_shows_collectives_beside_the_actions(groups, tmp_path):
     directives = BUILDERS["1f1b"](2, 4, replicas=2, experts=True)
-    worst(groups(4), ("chain", 2, 8, {"experts": True}), directives, replicas=2, pieces=8, modes=["strict"], trace=str(tmp_path))
+    worst(groups(4), ("chain", 2, 8, "experts"), directives, replicas=2, pieces=8, modes=["strict"], trace=str(tmp_path))
     call = read(tmp_path / "pipeline0").of_call(0)[0]
     names = {moved.what for moved in call.moved if moved.stream == "all_to_all"}
     assert "ALL_TO_ALL:F:block0.experts.in[MB=0]" in names and len(names) == 4 * 4
