@@ -51,7 +51,7 @@ class Meter:
 
 
 class Opened:
-    """A program, and what its steps hold on this device. The peak of two steps at the given rows per microbatch."""
+    """A program, and what its steps hold on this device."""
 
     def __init__(self, captured, ranks: int, zero: int):
         replicas = DEVICES // ranks
@@ -65,7 +65,7 @@ class Opened:
         self.formula = memory(lowered, lowered.rank_of[dist.get_rank()])
 
     def peak(self, rows: int) -> int:
-        """Bytes, the largest over all devices."""
+        """Bytes in two steps of so many rows per microbatch, the largest over all devices; `own` is this device's."""
         batch = {"x": torch.randn(MICROBATCHES * rows, self._hidden)}
         self.meter.reset()
         for _ in range(2):
@@ -82,7 +82,7 @@ def on_rank(hidden: int, layers: int, ranks: int, zero: int) -> dict:
 
 
 def states(captured, ranks: int, zero: int) -> dict:
-    """One device's bytes, in a step and between steps, beside the formula."""
+    """One device's bytes when opened, in a step, and after it; ZeRO-3's gathered parameters; and the formula."""
     opened = Opened(captured, ranks, zero)
     try:
         opened.peak(1)
@@ -132,16 +132,16 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=96.0, help="MB of a device, without the process itself")
     options = parser.parse_args()
     captured = make(options.layers, options.hidden, Dense)
-    print("| MB on the first device | parameters | gradients | Adam | gathered | scattered | sum: formula | measured | ratio |\n" + "| --- " * 9 + "|")
+    columns = ("parameters", "gradients", "optimizer", "pool", "scattered", "total")
+    print("| MB on the first device | parameters | gradients | Adam | gathered | scattered | sum | measured | measured / sum |")
+    print("| --- " * 9 + "|")
     for ranks, zero in LAYOUTS:
         found = run(DEVICES, states, captured, ranks, zero)[0]
-        parts = found["formula"]
-        print(f"| {name(ranks, zero)} | " + " | ".join(mb(parts[key]) for key in ("parameters", "gradients", "optimizer", "pool", "scattered", "total"))
-              + f" | {mb(found['peak'])} | {found['peak'] / parts['total']:.2f} |", flush=True)
+        cells = [mb(found["formula"][column]) for column in columns] + [mb(found["peak"]), f"{found['peak'] / found['formula']['total']:.2f}"]
+        print(" | ".join([f"| {name(ranks, zero)}", *cells]) + " |", flush=True)
     print(f"\n| within {options.budget:g} MB | rows per microbatch | rows of all replicas | peak MB |\n" + "| --- " * 4 + "|")
     for ranks, zero in LAYOUTS:
-        found = run(DEVICES, fitting, captured, ranks, zero, int(options.budget * MB))
-        rows, held = found[0]
+        rows, held = run(DEVICES, fitting, captured, ranks, zero, int(options.budget * MB))[0]
         print(f"| {name(ranks, zero)} | {rows} | {rows * DEVICES // ranks * MICROBATCHES} | {mb(held)} |", flush=True)
     return 0
 
