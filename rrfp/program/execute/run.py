@@ -249,3 +249,6 @@ def _check_job(program: Lowered) -> None:
     if devices != list(range(world)):
         raise ConfigurationError(f"place: the program runs on devices {', '.join(map(str, devices))}, and this job has ranks 0 to {world - 1}:"
                                  " a device is a global rank; start as many, or place on all of them")
+    for plan in program.plans:
+        if list(plan.devices) != sorted(plan.devices):
+            raise ConfigurationError(f"place: devices {list(plan.devices)}: must ascend, for so torch numbers the members of a group; sort them")

@@ -11,6 +11,8 @@ def groups():
     started: dict[int, Group] = {}
 
     def get(ranks: int) -> Group:
+        if ranks in started and not started[ranks].usable:
+            started.pop(ranks).close()
         if ranks not in started:
             started[ranks] = Group(ranks)
         return started[ranks]

@@ -1,6 +1,9 @@
 """Groups of real processes that run jobs one after another. All are forks of one process that has imported torch and captured the models."""
 
+import faulthandler
 import multiprocessing
+import os
+import signal
 import tempfile
 import time
 import traceback
@@ -44,7 +47,9 @@ class Group:
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         while waiting:
             ready = wait(list(waiting), max(0.0, until - time.monotonic()))
-            assert ready, f"{job}: ranks {sorted(waiting.values())} gave no result within {deadline:.0f} s"
+            if not ready:
+                self.kill()
+                raise AssertionError(f"{job}: ranks {sorted(waiting.values())} gave no result within {deadline:.0f} s; their stacks are in stderr")
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
@@ -53,6 +58,17 @@ class Group:
                     self.processes[rank].join(10)
                     found[rank] = False, f"ended with {self.processes[rank].exitcode}"
         return [found[rank] for rank in range(self.ranks)]
+
+    @property
+    def usable(self) -> bool:
+        return all(process.is_alive() for process in self.processes)
+
+    def kill(self) -> None:
+        """End every process, which says where it is."""
+        for process in self.processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGABRT)
+            process.join(10)
 
     def close(self) -> None:
         for pipe in self._pipes:
@@ -79,6 +95,7 @@ def _work(rank: int, ranks: int, directory: str, pipe) -> None:
 
     from tests.program.execute import jobs
 
+    faulthandler.enable()
     dist.init_process_group("gloo", init_method=f"file://{Path(directory)}/store", rank=rank, world_size=ranks)
     while True:
         try:

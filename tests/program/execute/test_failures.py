@@ -52,6 +52,9 @@ def test_what_a_device_cannot_hold_is_refused_on_every_rank(groups):
     assert set(uneven) == {"ConfigurationError: shard: block0: block0.w is [6, 6], and 4 devices do not divide its first dimension; give other ways,"
                            " or other experts"}
 
+    falling = groups(4).run("refuse", which=("chain", 2, 8), directives=[Place({}, devices[::-1]), Replicate({}, devices[::-1])])
+    assert set(falling) == {"ConfigurationError: place: devices [3, 2, 1, 0]: must ascend, for so torch numbers the members of a group; sort them"}
+
 
 @pytest.mark.parametrize("options, change, words", [
     ({}, 3, "the parameters must be the same on every rank of a pipeline: "), ({"replicas": 1}, None, "and this job has ranks 0 to 3: a device is a"),
