@@ -1,11 +1,11 @@
 """What ZeRO holds on each device, measured, against the formula; and the largest batch that fits a budget.
 
-`python -m benchmarks.zero [--hidden 512] [--layers 8] [--budget 96]`
+`python -m benchmarks.zero [--hidden 256] [--layers 16] [--budget 72]`
 
 Four processes, 1F1B, Adam, a bucket per layer, one bucket gathered ahead. Bytes are those that the C library has handed out
 (`rrfp.heap`), above what was there before the program was opened, looked at when an action or a collective ends. So an action's own
-temporaries (a backward's fresh gradients beside those that they are added to) are not in it, and a few hundred kB of buffers of sockets
-are. The first table is at one row per microbatch, where activations are next to nothing. The second finds, by bisection, the most rows
+temporaries (a backward's fresh gradients beside those that they are added to) are only in it where a stream's thread looked meanwhile; buffers
+of gloo and of sockets are. The first table is at one row per microbatch, where activations are next to nothing. The second finds, by bisection, the most rows
 per microbatch at which the measured peak of every device, activations included, stays within the budget: the bound is the counted
 peak, nothing is killed.
 """
@@ -22,7 +22,7 @@ import rrfp.program
 from benchmarks.program_job import Dense, in_stages, make, run
 from rrfp import heap
 from rrfp.program.builders import BUILDERS
-from rrfp.program.dag import Node
+from rrfp.program.dag import REDUCE_SCATTER, Node
 from rrfp.program.execute.compiled import Emulation
 from rrfp.program.memory import memory
 
@@ -32,10 +32,13 @@ LAYOUTS = [(1, zero) for zero in range(4)] + [(2, zero) for zero in range(4)] + 
 
 
 class Meter:
-    """The most that was held at the end of an action or a collective, above `start`, in bytes."""
+    """The most that was held at the end of an action or a collective, above `start`, in bytes.
 
-    def __init__(self):
-        self.start = heap.held()
+    scatter: seconds that a REDUCE_SCATTER takes at least: slower than the computation, so that gradients would pile up.
+    """
+
+    def __init__(self, scatter: float):
+        self.start, self._scatter = heap.held(), scatter
         self.reset()
 
     def reset(self) -> None:
@@ -45,19 +48,19 @@ class Meter:
         return heap.held() - self.start
 
     def seconds(self, node: Node) -> float:
-        """Emulates nothing: it is called when a node ends."""
+        """It is called when a node ends. Emulated is nothing but `scatter`."""
         self.peak = max(self.peak, self.now())
-        return 0.0
+        return self._scatter if node.kind == REDUCE_SCATTER else 0.0
 
 
 class Opened:
     """A program, and what its steps hold on this device."""
 
-    def __init__(self, captured, ranks: int, zero: int):
+    def __init__(self, captured, ranks: int, zero: int, scatter: float = 0.0):
         replicas = DEVICES // ranks
         directives = BUILDERS["1f1b"](ranks, MICROBATCHES, **({"replicas": replicas, "zero": zero} if replicas > 1 else {}))
         self._hidden = next(iter(captured.traced.tensors.values())).shape[-1]
-        self.meter = Meter()
+        self.meter = Meter(scatter)
         self.program = rrfp.program.compile(in_stages(captured, ranks), directives, mode="strict", optimizer=torch.optim.Adam,
                                             emulation=Emulation(self.meter.seconds))
         self.opened = self.meter.now()
@@ -76,14 +79,14 @@ class Opened:
         return int(found)
 
 
-def on_rank(hidden: int, layers: int, ranks: int, zero: int) -> dict:
+def on_rank(hidden: int, layers: int, *layout) -> dict:
     """`states` of a model that each process captures for itself."""
-    return states(make(layers, hidden, Dense), ranks, zero)
+    return states(make(layers, hidden, Dense), *layout)
 
 
-def states(captured, ranks: int, zero: int) -> dict:
+def states(captured, ranks: int, zero: int, scatter: float = 0.0) -> dict:
     """One device's bytes when opened, in a step, and after it; ZeRO-3's gathered parameters; and the formula."""
-    opened = Opened(captured, ranks, zero)
+    opened = Opened(captured, ranks, zero, scatter)
     try:
         opened.peak(1)
         formula = opened.formula
@@ -127,9 +130,9 @@ def mb(count: float) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--budget", type=float, default=96.0, help="MB of a device, without the process itself")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--budget", type=float, default=72.0, help="MB of a device, without the process itself")
     options = parser.parse_args()
     captured = make(options.layers, options.hidden, Dense)
     columns = ("parameters", "gradients", "optimizer", "pool", "scattered", "total")

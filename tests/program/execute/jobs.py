@@ -17,7 +17,7 @@ from torch import distributed as dist
 import rrfp.program
 from rrfp.errors import RRFPError
 from rrfp.program.capture import Captured, capture
-from rrfp.program.execute import collectives
+from rrfp.program.execute import collectives, executor
 from rrfp.program.execute.parameters import _Flat
 from rrfp.program.execute.run import Emulation
 from tests.program import models
@@ -190,9 +190,10 @@ def page(code: str) -> dict:
     return {name: value for name, value in variables.items() if isinstance(value, (int, float, str, list))}
 
 
-def benchmark(module: str, name: str, arguments: tuple):
-    """Runs a function of a benchmark."""
-    return getattr(importlib.import_module(f"benchmarks.{module}"), name)(*arguments)
+def benchmark(module: str, name: str, arguments: tuple, ahead: int = executor.AHEAD):
+    """Runs a function of a benchmark. ahead: reductions that may be under way."""
+    with mock.patch.object(executor, "AHEAD", ahead):
+        return getattr(importlib.import_module(f"benchmarks.{module}"), name)(*arguments)
 
 
 def _own(batch, replicas: int):
