@@ -152,8 +152,12 @@ class _Lowering:
                 at = max(place.get(other, (0, 0)) for other in before)
             place[action] = at
             behind.setdefault(at, []).append(action)
-        ordered = [tuple(each for index, action in enumerate(group) for each in (action, *behind.get((position, index), ())))
-                   for position, group in enumerate(row)]
+        ordered = []
+        for position, group in enumerate(row):
+            last = len(group) - 1
+            ordered.append(tuple(each for index, action in enumerate(group)
+                                 for each in (action, *(behind.get((position, index), ()) if index < last else ()))))
+            ordered += [(action,) for action in behind.get((position, last), ())]
         return (*ordered, *((action,) for action in behind.get(end, ())))
 
     def _at_the_end(self, node: Node) -> tuple[int, int]:

@@ -14,7 +14,8 @@ from rrfp.program.traces import spans
 from rrfp.trace.files import read
 
 pytestmark = pytest.mark.timeout(240)
-UNIT = 0.01
+UNIT = 0.03
+"""Emulated seconds of a segment's forward: long beside what a busy machine adds to a message."""
 
 
 def start(group):
@@ -27,12 +28,16 @@ def test_a_pairs_exchanges_lie_under_the_paired_computation(groups, tmp_path, fu
     print(found)
     for name, replicas in found.items():
         for each in replicas:
-            assert each.pairs < 0.1 if name == "apart" else each.pairs >= 0.8, (name, each)
+            if name == "pairs":
+                assert each.pairs >= 0.8, (name, each)
+            if name == "apart":
+                assert each.pairs < 0.1, (name, each)
+    assert min(each.all for each in found["pairs-ready"]) > 0.4, "readiness finds other computation, too, to lie over them"
     assert found["pairs"][0].seconds < found["apart"][0].seconds
 
 
 def test_three_placements_of_reductions_beside_all_to_alls(groups, tmp_path):
-    found = overlap.placements(start(groups(2)), 4, 2 * UNIT, tmp_path)
+    found = overlap.placements(start(groups(2)), 4, UNIT, tmp_path)
     print(found)
     own, shared, slotted = found["own"], found["shared"], found["slotted"]
     assert set(own.streams["dp"]) == {ALL_REDUCE} and set(own.streams["ep"]) == {ALL_TO_ALL} and own.beside > 2 * UNIT
