@@ -1,6 +1,6 @@
 """Which communication lies under which computation, read from traces of real processes.
 
-`python -m benchmarks.overlap --out DIR [--ranks 2] [--microbatches 10] [--unit 0.02]`, then `rrfp trace DIR/own/pipeline0 DIR/shared/pipeline0 ...`
+`python -m benchmarks.overlap --out DIR [--ranks 2] [--microbatches 6] [--unit 0.03]`, then `rrfp trace DIR/own/pipeline0 DIR/shared/pipeline0 ...`
 draws them.
 
 Two replicas with experts. Durations are emulated (the virtual clock's: a segment's forward 1, its backward 2, an all-to-all 0.5 units, a
@@ -147,8 +147,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="where traces go")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--microbatches", type=int, default=10)
-    parser.add_argument("--unit", type=float, default=0.02, help="seconds of a segment's forward")
+    parser.add_argument("--microbatches", type=int, default=6)
+    parser.add_argument("--unit", type=float, default=0.03, help="seconds of a segment's forward")
     options = parser.parse_args()
     model(2 * options.ranks), model(4)  # before processes are forked
     shares = pairs(functools.partial(run, options.ranks * REPLICAS), options.ranks, options.microbatches, options.unit, options.out)
