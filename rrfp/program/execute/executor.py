@@ -24,7 +24,6 @@ from rrfp.program.execute.wiring import Key, Origin, Read, Wiring, losses
 from rrfp.program.plan import Lowered, Plan
 from rrfp.scheduler.dependencies import Task
 
-
 AHEAD = 1
 """ZeRO-2 and 3: reductions that may be under way when a backward begins: one bucket is whole while it is scattered, one while it is made."""
 
