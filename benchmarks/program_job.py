@@ -17,6 +17,8 @@ from torch import nn
 from rrfp.program.capture import Captured, annotate, capture
 
 EXPERTS = 4
+ROWS = 480
+"""Of the example: most numbers of microbatches divide it."""
 
 
 class Dense(nn.Module):
@@ -64,7 +66,7 @@ class Model(nn.Module):
 
 def make(layers: int, hidden: int, kind: type) -> Captured:
     torch.manual_seed(1)
-    return capture(Model(layers, hidden, kind), {"x": torch.randn(8, hidden)}, loss=lambda model, batch: model(batch["x"]).square().mean())
+    return capture(Model(layers, hidden, kind), {"x": torch.randn(ROWS, hidden)}, loss=lambda model, batch: model(batch["x"]).square().mean())
 
 
 def in_stages(captured: Captured, stages: int) -> Captured:

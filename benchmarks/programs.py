@@ -1,6 +1,6 @@
 """DualPipeV, interleaved 1F1B and 1F1B side by side, with experts, in one run of real processes.
 
-`python benchmarks/programs.py [--ranks 4] [--microbatches 16] [--unit 0.02] [--jitter 0 0.3] [--steps 3]`
+`python -m benchmarks.programs [--ranks 4] [--microbatches 8] [--unit 0.02] [--jitter 0 0.3] [--steps 2]`
 
 Equal work: each rank holds two layers, as one stage (1F1B) or as two. Durations are emulated, the virtual clock's (a segment's forward 1,
 its backward 2, an all-to-all 0.5 units), and with jitter each is drawn, log-normal, by device, step and node, equal for all strategies.
@@ -20,7 +20,7 @@ import torch
 from torch import distributed as dist
 
 import rrfp.program
-from program_job import Experts, in_stages, make, run
+from benchmarks.program_job import Experts, in_stages, make, run
 from rrfp.program.builders import BUILDERS
 from rrfp.program.clock import nominal, overlap
 from rrfp.program.clock import run as simulate
@@ -100,10 +100,10 @@ def table(found: list, jitter: float) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--unit", type=float, default=0.02, help="seconds of a segment's forward")
     parser.add_argument("--jitter", type=float, nargs="+", default=[0.0, 0.3])
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2)
     options = parser.parse_args()
     captured = make(2 * options.ranks, HIDDEN, Experts)
     for jitter in options.jitter:

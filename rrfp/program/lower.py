@@ -137,19 +137,28 @@ class _Lowering:
         return Plan(rank, devices, row, dependencies, nodes, messages, gathers, streams, _peak(row, dependencies))
 
     def _row(self, rank: int, groups: Sequence[Sequence[Node]], nodes: Mapping[Action, Node]) -> Row:
-        """Computation as ordered; a reduction right behind the group that completes it; updates, and what follows them, at the end."""
+        """Computation as ordered; a reduction right behind what completes it, inside its group; updates, and what follows them, at the end.
+
+        Behind the whole group it would come too late: whole gradients of every segment of a stage would lie there (ZeRO-2).
+        """
         row = [tuple(self.actions[node.name] for node in group) for group in groups]
-        place = {action: position for position, group in enumerate(row) for action in group}
-        behind: dict[int, list[Action]] = {}
+        place = {action: (position, index) for position, group in enumerate(row) for index, action in enumerate(group)}
+        behind: dict[tuple[int, int], list[Action]] = {}
+        end = (len(row), 0)
         for action in sorted((action for action, node in nodes.items() if node.kind != COMPUTE), key=lambda action: self._at_the_end(nodes[action])):
-            position = len(row)
+            at = end
             if nodes[action].kind in (ALL_REDUCE, REDUCE_SCATTER) and not is_tied(nodes[action]):
                 before = (self.actions.get(node.name) or self._peers[node.name].get(rank) for node in self.dag.before(nodes[action].name))
-                position = max(place.get(other, 0) for other in before)
-            place[action] = position
-            behind.setdefault(position, []).append(action)
-        ordered = [group for position in range(len(row)) for group in (row[position], *((action,) for action in behind.get(position, ())))]
-        return (*ordered, *((action,) for action in behind.get(len(row), ())))
+                at = max(place.get(other, (0, 0)) for other in before)
+            place[action] = at
+            behind.setdefault(at, []).append(action)
+        ordered = []
+        for position, group in enumerate(row):
+            last = len(group) - 1
+            ordered.append(tuple(each for index, action in enumerate(group)
+                                 for each in (action, *(behind.get((position, index), ()) if index < last else ()))))
+            ordered += [(action,) for action in behind.get((position, last), ())]
+        return (*ordered, *((action,) for action in behind.get(end, ())))
 
     def _at_the_end(self, node: Node) -> tuple[int, int]:
         """The order of what is no computation: sums over several ranks, other reductions, updates and what follows them."""

@@ -17,7 +17,8 @@ class Memory:
     """Bytes on one device.
 
     pool: ZeRO-3's gathered buckets: the most that prefetch + 1 consecutive ones of the order take.
-    scattered: from ZeRO-2 on, the largest bucket's whole gradients, which live until they are scattered.
+    scattered: from ZeRO-2 on, whole gradients of the largest bucket twice: of one microbatch while they are scattered, of another
+        while they are made.
     """
 
     parameters: int
@@ -34,8 +35,8 @@ class Memory:
 def memory(program: Lowered, rank: int, *, optimizer: float = ADAM) -> Memory:
     """What a device of `rank` holds.
 
-    ZeRO-0: all of parameters, gradients and states. ZeRO-1: 1/n of the states; ZeRO-2: also of the gradients, and one whole bucket of
-    them; ZeRO-3: also of the parameters, and prefetch + 1 whole buckets of them.
+    ZeRO-0: all of parameters, gradients and states. ZeRO-1: 1/n of the states, and 1/n of the gradients more (the sum over replicas);
+    ZeRO-2: 1/n of the gradients, and two whole buckets of them; ZeRO-3: 1/n of the parameters too, and prefetch + 1 whole buckets of them.
 
     Args:
         optimizer: bytes of optimizer states per byte of parameters.
@@ -51,10 +52,10 @@ def memory(program: Lowered, rank: int, *, optimizer: float = ADAM) -> Memory:
         replicas = len(plan.devices) // dag.sharded.get(name, 1)
         parameters += size / (replicas if zero >= 3 else 1)
         if name in trained:
-            gradients += size / (replicas if zero >= 2 else 1)
+            gradients += size * (zero < 2) + size / replicas * (zero >= 1)
             states += optimizer * size / (replicas if zero >= 1 else 1)
             if zero >= 2:
-                scattered = max(scattered, bucket.nbytes)
+                scattered = max(scattered, 2 * bucket.nbytes)
     row = [node for group in rows(dag)[plan.devices] for node in group]
     gathered = [dag.buckets[use.bucket] for use in uses(dag, row)]
     pool = max((sum(b.nbytes for b in gathered[at:at + gathered[at].prefetch + 1]) for at in range(len(gathered))), default=0)

@@ -13,7 +13,7 @@ SEGMENT = 4096 * 4  # bytes
 
 
 @pytest.mark.parametrize("zero, parameters, gradients, optimizer, scattered, pool", [
-    (0, 4, 4, 8, 0, 0), (1, 4, 4, 4, 0, 0), (2, 4, 2, 4, 1, 0), (3, 2, 2, 4, 1, 2),
+    (0, 4, 4, 8, 0, 0), (1, 4, 6, 4, 0, 0), (2, 4, 2, 4, 2, 0), (3, 2, 2, 4, 2, 2),
 ])  # fmt: skip
 def test_zero_stages(zero, parameters, gradients, optimizer, scattered, pool):
     """A stage of four segments on two replicas, Adam, prefetch 1. In segments' parameters."""

@@ -4,7 +4,7 @@ Invariant 8: everything here runs on the engine's thread; collectives run on the
 """
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 
 import torch
@@ -13,7 +13,7 @@ from rrfp.comm.tensors import from_arrival, to_payload
 from rrfp.comm.transport import Arrival, Payload
 from rrfp.engine.executor import Done
 from rrfp.errors import ConfigurationError
-from rrfp.program.dag import ALL_TO_ALL, COMPUTE, UPDATE, Node
+from rrfp.program.dag import ALL_TO_ALL, COMPUTE, REDUCE_SCATTER, UPDATE, Node
 from rrfp.program.execute import backward
 from rrfp.program.execute.backward import Graph
 from rrfp.program.execute.collectives import Collectives
@@ -23,6 +23,9 @@ from rrfp.program.execute.streams import Operation, Streams
 from rrfp.program.execute.wiring import Key, Origin, Read, Wiring, losses
 from rrfp.program.plan import Lowered, Plan
 from rrfp.scheduler.dependencies import Task
+
+AHEAD = 1
+"""ZeRO-2 and 3: reductions that may be under way when a backward begins: one bucket is whole while it is scattered, one while it is made."""
 
 
 class ProgramExecutor:
@@ -65,6 +68,8 @@ class ProgramExecutor:
         self._graphs: dict[tuple, Graph] = {}
         self._rests: dict[tuple, backward.Rest] = {}
         self._operations: dict[str, Operation] = {}
+        self._scatters: deque[Operation] = deque()
+        """ZeRO-2 and 3: those issued whose whole gradients may still be there."""
         self.losses: dict[int, torch.Tensor] = {}
         """This device's, by piece of the batch."""
         self._parameters.begin()
@@ -93,7 +98,9 @@ class ProgramExecutor:
         elif node.kind == UPDATE:
             self._update(node)
         else:
-            self._operations[node.name] = self._collectives.issue(node, after=self._before(node))
+            operation = self._operations[node.name] = self._collectives.issue(node, after=self._before(node))
+            if node.kind == REDUCE_SCATTER and self._bounded(node.what):
+                self._scatters.append(operation)
         outputs = {edge: self._payload(edge, task.action.microbatch, made) for edge in task.sends}
         self.padded = max(0.0, start + self._seconds(node) - time.monotonic()) if node.kind in (COMPUTE, UPDATE) else 0.0
         if self.padded:
@@ -139,7 +146,14 @@ class ProgramExecutor:
             self.losses[self._pieces[node.name]] = outputs[self._loss].detach()
         return {name: value.detach() for name, value in outputs.items()}
 
+    def _bounded(self, title: str) -> bool:
+        """Whether whole gradients must not pile up. A slotted one waits for its all-to-all, which this thread may have yet to issue."""
+        bucket = self._dag.buckets[title]
+        return bucket.zero >= 2 and not bucket.slotted
+
     def _backward(self, node: Node) -> dict[str, torch.Tensor]:
+        while len(self._scatters) > AHEAD:  # computation would run away from its reductions, and all gradients lie there whole
+            self._streams.wait(self._scatters.popleft())
         place, weights = _place(node), self._parameters.weights(node.what)
         if node.phase == "W":
             self._add(node, backward.of_weights(self._rests.pop(place), weights))

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import os
 import random
 import signal
@@ -16,7 +17,7 @@ from torch import distributed as dist
 import rrfp.program
 from rrfp.errors import RRFPError
 from rrfp.program.capture import Captured, capture
-from rrfp.program.execute import collectives
+from rrfp.program.execute import collectives, executor
 from rrfp.program.execute.parameters import _Flat
 from rrfp.program.execute.run import Emulation
 from tests.program import models
@@ -187,6 +188,12 @@ def page(code: str) -> dict:
     with mock.patch.object(dist, "init_process_group"), mock.patch.object(dist, "destroy_process_group"):
         exec(code, variables)
     return {name: value for name, value in variables.items() if isinstance(value, (int, float, str, list))}
+
+
+def benchmark(module: str, name: str, arguments: tuple, ahead: int = executor.AHEAD):
+    """Runs a function of a benchmark. ahead: reductions that may be under way."""
+    with mock.patch.object(executor, "AHEAD", ahead):
+        return getattr(importlib.import_module(f"benchmarks.{module}"), name)(*arguments)
 
 
 def _own(batch, replicas: int):
