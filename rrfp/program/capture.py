@@ -5,7 +5,7 @@ nothing of the example is bound: one capture serves every microbatch size.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ class Captured:
     """A model, ready to be compiled.
 
     functions: segment -> f(weights by name, inputs by name) -> outputs by name. A weight that is not given is the module's own: buffers
-        and frozen parameters need not be. Of a sharded segment's, a device gives its piece.
+        and frozen parameters need not be; they hold no other, so whoever trains may let the whole model go. Of a sharded segment's, a device gives its piece.
     weights: every parameter and buffer, whole, by the name that the module has for it (a tied one by its first).
     """
 
@@ -129,7 +129,7 @@ class _Cutter:
         self._weights = {node: first.setdefault(id(state[target]), target.removeprefix("model.")) for node, target in targets.items()}
         self._state = {self._weights[node]: state[target] for node, target in targets.items() if node in self._weights}
         self._trained = {self._weights[node] for node, target in signature.inputs_to_parameters.items() if state[target].requires_grad}
-        self._loss = next(iter(signature.user_outputs))
+        self._loss = self._scalar(signature.user_outputs)
         self._flows: set[fx.Node] = set()
         """Through which a gradient flows: made of a trained parameter, by floating-point numbers all the way."""
         for node in self._graph.nodes:
@@ -140,6 +140,14 @@ class _Cutter:
             if trained and floating and node.target is not torch.ops.aten.detach.default:
                 self._flows.add(node)
         self._made_anew = self._constants()
+
+    def _scalar(self, outputs: Sequence[str]) -> str:
+        """The loss, which is one number."""
+        made = [node.meta.get("val") for node in self._graph.nodes if node.name in outputs]
+        if len(outputs) != 1 or len(made) != 1 or not isinstance(made[0], torch.Tensor) or made[0].dim() or not made[0].is_floating_point():
+            found = ", ".join(f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else str(value) for value in made) or "no tensor"
+            raise ConfigurationError(f"loss: returns {found}; it must return one floating-point scalar, the mean over the batch")
+        return outputs[0]
 
     def _constants(self) -> set[fx.Node]:
         """Tensors that neither the batch's values nor a trained parameter decide: a causal mask, a table of positions. Like sizes they are
@@ -230,12 +238,13 @@ class _Cutter:
         for node in part.runs:
             values[node] = own.node_copy(node, values.__getitem__)
         own.output(tuple(values[node] for node in outputs))
-        module, state = fx.GraphModule(self._module, own), self._state
+        module = fx.GraphModule(self._module, own)
+        state = {name: value for name, value in self._state.items() if name not in self._trained}  # the whole model may go
         order = [(self._weights.get(node.name), self._name(node)) for node in part.read]
         names = [self._name(node) for node in outputs]
 
         def run(weights: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            found = module(*(inputs[name] if weight is None else weights.get(weight, state[weight]) for weight, name in order))
+            found = module(*(inputs[name] if weight is None else weights[weight] if weight in weights else state[weight] for weight, name in order))
             return dict(zip(names, found, strict=True))
 
         return run

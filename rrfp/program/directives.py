@@ -4,6 +4,7 @@ They are applied in one fixed order, whatever order they are written in: split, 
 `Order`), place, shard, replicate, order. Within a kind they go as written.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -149,5 +150,5 @@ def _check(directive: Directive, *, where: str) -> None:
     if isinstance(directive, Replicate):
         if directive.prefetch < 0:
             raise ConfigurationError(f"{where}: prefetch {directive.prefetch}: must be at least 0")
-        if directive.bucket_size is not None and not directive.bucket_size > 0:
-            raise ConfigurationError(f"{where}: bucket_size {directive.bucket_size}: must be above 0 MB; leave it out for one bucket per segment")
+        if directive.bucket_size is not None and not 1 <= directive.bucket_size * 2**20 < math.inf:
+            raise ConfigurationError(f"{where}: bucket_size {directive.bucket_size}: must be above 0 MB, at least a byte, and finite; leave it out for one bucket per segment")

@@ -7,9 +7,9 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
-from rrfp.errors import ConfigurationError
+from rrfp.errors import ConfigurationError, PipelineError
 from rrfp.outputs import check_file, make_directory
 from rrfp.program.files import Program, read_program
 from rrfp.program.workload import PythonModel
@@ -89,6 +89,7 @@ def _train(options: argparse.Namespace, program: Program, *, cuda: bool) -> None
     workload = program.model.make()
     with compile(workload.model, program.directives, loss=workload.loss, example_batch=next(iter(workload.batches(0))), mode=options.mode,
                  trace=options.trace, timeout=options.timeout, optimizer=workload.optimizer or torch.optim.AdamW) as compiled:  # fmt: skip
+        workload = replace(workload, model=None)  # every rank has its part
         plan = next(plan for plan in compiled.program.plans if dist.get_rank() in plan.devices)
         replica = plan.devices.index(dist.get_rank())
         batches, losses, amounts, seconds = workload.batches(replica), [], [], []
@@ -120,7 +121,8 @@ def _next(batches: Iterator[Mapping], number: int, model: PythonModel) -> Mappin
     try:
         return next(batches)
     except StopIteration:
-        raise ConfigurationError(f"--steps: model {model.python} has batches for {number} steps only; ask for fewer, or let it go on") from None
+        # Perhaps not so on every rank: said by whoever it happens to.
+        raise PipelineError(f"--steps: model {model.python} has batches for {number} steps only; ask for fewer, or let it go on") from None
 
 
 def _amount(batch: Mapping) -> tuple[int, str]:

@@ -161,6 +161,16 @@ def test_what_cannot_be_captured_is_refused():
         capture(nn.Linear(4, 1), {"image": batch["image"]}, loss=lambda model, given: model(given["image"]).mean())
 
 
+@pytest.mark.parametrize("shape, loss", [
+    (r"torch.float32 \[4\]", lambda loss, rows: loss + rows), (r"torch.float32 \[\], torch.float32 \[4\]", lambda loss, rows: (loss, rows)),
+    (r"torch.int64 \[\]", lambda loss, rows: loss.long()), ("no tensor", lambda loss, rows: None),
+])  # fmt: skip
+def test_a_loss_that_is_no_scalar_is_refused(shape, loss):
+    batch = {"image": torch.randn(4, 4), "text": torch.randn(4, 5)}
+    with pytest.raises(ConfigurationError, match=f"loss: returns {shape.replace('[4', '[s?[0-9]+')}; it must return one floating-point scalar"):
+        capture(Two(), batch, loss=lambda model, given: loss(model(**given).mean(), given["image"].mean(1)))
+
+
 def test_one_replicas_reduction_left_out_is_seen(gpt):
     """Negative control of the proof above: without a reduction the copies of a parameter part."""
     _, captured = gpt
@@ -204,7 +214,7 @@ def test_what_no_value_of_the_batch_decides_is_made_where_it_is_used():
         values = {"x": torch.randn(3, 4).double()}
         wanted = model(values["x"])
         for segment in (first, second):
-            values |= captured.functions[segment.name]({}, values)
+            values |= captured.functions[segment.name]({name: captured.weights[name] for name in segment.parameters}, values)
         assert values[captured.traced.loss].item() == pytest.approx(wanted.item(), abs=1e-12)
 
 

@@ -211,6 +211,8 @@ def test_buckets_follow_the_backward_and_large_segments_are_cut():
     ([Replicate({}, (0, 1, 2))], r"replicate {}: devices \[0, 1, 2\]: .* is placed on \[0, 1\]"),
     ([Replicate({}, (0, 1), prefetch=-1)], "prefetch -1: must be at least 0"),
     ([Replicate({}, (0, 1), bucket_size=0.0)], "bucket_size 0.0: must be above 0 MB"),
+    ([Replicate({}, (0, 1), bucket_size=1e-7)], "bucket_size 1e-07: must be above 0 MB, at least a byte"),
+    ([Replicate({}, (0, 1), bucket_size=float("inf"))], "bucket_size inf: must be .* finite"),
 ])  # fmt: skip
 def test_what_cannot_be_replicated_is_refused(directives, message):
     refused(message, Place({}, (0, 1)), *directives)

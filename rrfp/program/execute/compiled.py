@@ -132,3 +132,4 @@ class Compiled:
 
     def _open(self, captured: Captured) -> None:
         self._run = Run(captured, lower(apply(training_dag(captured.traced), self._directives)), **self._settings)
+        self._model = None  # every rank has its part: the whole model goes, unless its maker holds it

@@ -189,10 +189,10 @@ class Run:
         self._engine.run(scheduler, self._executor, announce=scheduler.announces, microbatches=self._pieces)
         self._durations = dict(scheduler.durations)
         self.peak = Peak(max(self.peak.activations, scheduler.peak_in_flight), max(self.peak.gathered, self._pool.peak))
-        found = torch.zeros(self._pieces, device=self._tensors, dtype=self._loss_type)
-        for piece, loss in self._executor.losses.items():
-            found[piece] = loss
         with self._told():
+            found = torch.zeros(self._pieces, device=self._tensors, dtype=self._loss_type)
+            for piece, loss in self._executor.losses.items():
+                found[piece] = loss
             self._executor.finish()
             return self._collectives.from_rank(found, self._loss_device)
 
