@@ -65,6 +65,7 @@ rrfp_setup() {
     rrfp_say "installing ${RRFP_PACKAGES[*]} and this package into .venv (once; about 3 GB to download, a minute or more)"
     # compat: a .pth entry, so that `import rrfp` works from the folder above a checkout named rrfp, too
     rrfp_install "$log" "${RRFP_PACKAGES[@]}" --config-settings editable_mode=compat -e "$RRFP_ROOT[test,plot,megatron]" || return 1
+    rm -f "$venv/rrfp-stamp" # a copied .venv may share it by a hard link
     echo "$stamp" >"$venv/rrfp-stamp"
     rrfp_say "ready"
 }

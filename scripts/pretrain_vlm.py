@@ -20,8 +20,11 @@ from rrfp.multimodal.arguments import BUILT_IN, add_arguments, check, config_of_
 from rrfp.multimodal.batch import parts_of
 from rrfp.multimodal.digits import Digits
 from rrfp.multimodal.layout import embedding_ranks
-from rrfp.multimodal.stage import VlmStage
+from rrfp.multimodal.stage import VlmStage, check_patterns
 from rrfp.multimodal.step import forward_step
+
+_chunks: list[VlmStage] = []
+"""This rank's, until all are made."""
 
 
 def stage_of(vp_stage) -> int:
@@ -56,6 +59,10 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
         rotary_base=args.rotary_base,
     )
     stage.freeze(args.freeze, but=args.unfreeze)
+    _chunks.append(stage)
+    if len(_chunks) == (args.virtual_pipeline_model_parallel_size or 1):
+        check_patterns(_chunks, args.freeze, args.unfreeze)
+        _chunks.clear()
     return stage
 
 

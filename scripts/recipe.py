@@ -145,9 +145,11 @@ def command(run: Recipe, environment: Mapping[str, str]) -> list[str]:
         ConfigurationError: the processes can't be spread evenly.
     """
     per_machine = _number(environment, "NPROC", run.world if run.cpu else GPUS_PER_MACHINE)
-    machines = _number(environment, "NNODES", max(1, run.world // per_machine))
+    machines = _number(environment, "NNODES", -(-run.world // per_machine))
     if run.world % machines:
         raise ConfigurationError(f"NNODES={machines}: {run.world} processes can't be spread evenly over that many machines; set NNODES and NPROC")
+    if run.world > machines * per_machine:
+        raise ConfigurationError(f"NNODES={machines}: {run.world} processes are more than {per_machine} on a machine; set NNODES and NPROC")
     start = ["torchrun", "--nproc-per-node", str(run.world // machines)]
     if machines == 1:
         start.insert(1, "--standalone")

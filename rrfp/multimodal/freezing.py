@@ -1,7 +1,7 @@
 """Which parameters `--freeze` and `--unfreeze` mean, by their names. Pure."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rrfp.errors import ConfigurationError
 
@@ -19,6 +19,12 @@ def is_frozen(name: str, patterns: Sequence[str], *, but: Sequence[str] = ()) ->
     """
     frozen, kept = ([_pattern(text, option) for text in texts] for texts, option in ((patterns, "--freeze"), (but, "--unfreeze")))
     return any(pattern.search(name) for pattern in frozen) and not any(pattern.search(name) for pattern in kept)
+
+
+def matched(names: Iterable[str], patterns: Sequence[str], *, option: str) -> list[bool]:
+    """For each of `patterns` whether any of these parameters' names has a match. Raises as `is_frozen`."""
+    names = list(names)
+    return [any(pattern.search(name) for name in names) for pattern in (_pattern(text, option) for text in patterns)]
 
 
 def _pattern(text: str, option: str) -> re.Pattern:

@@ -11,7 +11,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 
-from rrfp.multimodal.freezing import is_frozen
+from rrfp.errors import ConfigurationError
+from rrfp.multimodal.freezing import is_frozen, matched
 from rrfp.multimodal.language import LanguageSlice
 from rrfp.multimodal.layout import Layout
 from rrfp.multimodal.vision import VisionSlice
@@ -115,3 +116,21 @@ class VlmStage(MegatronModule):
                 name = name.replace("language.output_layer.weight", "language.embedding.word_embeddings.weight")
             if is_frozen(name, patterns, but=but):
                 parameter.requires_grad_(False)
+
+
+def check_patterns(stages: Sequence[VlmStage], freeze: Sequence[str], unfreeze: Sequence[str]) -> None:
+    """Every pattern must mean a parameter of some stage of the job. All ranks call it alike, each with its chunks.
+
+    Raises:
+        ConfigurationError: on every rank, for one that means nothing: a typing error would train what was to be frozen.
+    """
+    names = [name for stage in stages for name, _ in stage.global_parameters()]
+    for option, patterns in (("--freeze", freeze), ("--unfreeze", unfreeze)):
+        if not patterns:
+            continue
+        found = torch.tensor(matched(names, patterns, option=option), dtype=torch.int32, device="cuda")
+        torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
+        for pattern, there in zip(patterns, found.tolist(), strict=True):
+            if not there:
+                raise ConfigurationError(f"{option} {pattern}: means no parameter; give vit, projector, llm, all, or a regular expression on names like "
+                                         "language.decoder.layers.3.mlp.linear_fc1.weight")

@@ -13,6 +13,7 @@ from rrfp.scheduler import lists
 from rrfp.scheduler.arbiter import Scheduler
 from rrfp.scheduler.dependencies import Dependencies, chain
 from rrfp.scheduler.hints import Row, Strict
+from rrfp.scheduler.limits import is_measured
 from rrfp.scheduler.lists.file import ListFile
 from rrfp.scheduler.validate import check_microbatch_order, check_rows, replay
 from rrfp.simulate.clock import Result, drive
@@ -152,6 +153,8 @@ def _named(name: str, *, ranks: int | None, chunks: int | None, microbatches: in
         placement = published.placement(ranks, chunks or 2)
         return Plan(name, published_steps(name, placement, microbatches), placement, microbatches)
     placement = Placement.looped(ranks, chunks or 1)
+    if limit is not None and is_measured(limit):
+        raise ConfigurationError(f"--limit {limit}: is measured in training; give a number or a shape, for example 1f1b or 2p")
     if limit is None:
         limit = "1f1b" if name == "1f1b" or name in RULES else str(placement.stages * microbatches)
     policy = Policy(hint=name, mode="strict", limit=limit, split=split or name in SPLIT_ONLY)

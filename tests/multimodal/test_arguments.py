@@ -6,7 +6,7 @@ import pytest
 
 from rrfp.errors import ConfigurationError
 from rrfp.multimodal.arguments import add_arguments, check, layout_of, with_layout
-from rrfp.multimodal.freezing import is_frozen
+from rrfp.multimodal.freezing import is_frozen, matched
 from rrfp.multimodal.layout import parse
 
 SIZES = ("--vit-num-layers 4 --vit-hidden-size 16 --vit-num-attention-heads 2 --num-layers 4 --hidden-size 16 --num-attention-heads 2 "
@@ -75,6 +75,10 @@ NAMES = ["vision.patch_embedding.weight", "vision.decoder.layers.3.mlp.linear_fc
 ])
 def test_names_and_expressions_say_what_is_frozen(patterns, but, frozen):
     assert "".join(".x"[is_frozen(name, patterns, but=but)] for name in NAMES) == frozen
+
+
+def test_what_means_no_parameter_is_found():
+    assert matched(NAMES, ["vit", "vits", r"layers\.3\.", "all"], option="--freeze") == [True, False, True, True]
 
 
 def test_what_is_no_expression_is_refused():

@@ -70,10 +70,14 @@ def test_log_and_checkpoints_are_those_of_megatron(server, tmp_path, full, ranks
         assert job.different(tmp_path / "rrfp/saved/iter_0000004", tmp_path / "resumed/saved/iter_0000004") == []
 
 
-def test_a_refusal_is_one_line(server, tmp_path):
-    run = server.run("rrfp", tmp_path, *vlm("vv|vv|tttt"), ranks=2, codes=[2, 2])
+@pytest.mark.parametrize("layout, more, refusal", [
+    ("vv|vv|tttt", [], "has 3 stages, no multiple of --pipeline-model-parallel-size 2"),
+    ("vvvv|tttt", ["--freeze", "vit", "language.decodr"], "--freeze language.decodr: means no parameter; give vit, projector, llm, all, or"),
+], ids=["layout", "freeze"])
+def test_a_refusal_is_one_line(server, tmp_path, layout, more, refusal):
+    run = server.run("rrfp", tmp_path, *vlm(layout, *more), ranks=2, codes=[2, 2])
     (line,) = [line for line in run.outputs[0].splitlines() if line.startswith("rrfp: ")]
-    assert "has 3 stages, no multiple of --pipeline-model-parallel-size 2" in line
+    assert refusal in line
 
 
 # ------------------------------------------------------------------------------------------------- Megatron's own LLaVA

@@ -59,6 +59,8 @@ class ProgramExecutor:
         Raises:
             ConfigurationError: a tensor that this device reads is missing, or the pieces do not divide it.
         """
+        if not isinstance(batch, Mapping):
+            raise ConfigurationError(f"step: batch: is a {type(batch).__name__}; give tensors by name")
         for reads in self._wiring.batch.values():
             for name, (dim, cuts) in reads.items():
                 self._check(batch, name, dim, cuts)
@@ -78,10 +80,14 @@ class ProgramExecutor:
     def _check(self, batch: Mapping[str, torch.Tensor], name: str, dim: int, cuts: tuple) -> None:
         if name not in batch:
             raise ConfigurationError(f"step: batch: has no {name}, which this rank reads; give it, with {', '.join(batch) or 'nothing else'}")
+        captured, given, free = self._dag.tensors[name].shape, tuple(batch[name].shape), self._dag.tensors[name].batch
+        if len(given) != len(captured) or any(own != size for at, (own, size) in enumerate(zip(given, captured, strict=True)) if at != free):
+            wanted = " x ".join("any" if at == free else str(size) for at, size in enumerate(captured)) or "a scalar"
+            raise ConfigurationError(f"step: batch: {name} is {' x '.join(map(str, given)) or 'a scalar'}, and was captured as {wanted}; give that")
         pieces = 1
         for cut in cuts:
             pieces *= cut.count
-        if batch[name].dim() and batch[name].shape[dim] % pieces:
+        if captured and batch[name].shape[dim] % pieces:
             raise ConfigurationError(f"step: batch: {name} has {batch[name].shape[dim]} along dimension {dim}, which {pieces} pieces do not divide;"
                                      f" give a multiple of {pieces}")
 

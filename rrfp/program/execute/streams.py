@@ -78,8 +78,8 @@ class Streams:
         if self._device is not None:
             operation.inputs = torch.cuda.current_stream(self._device).record_event()
         if stream not in self._queues:
-            self._queues[stream] = queue.SimpleQueue()
-            self._threads[stream] = threading.Thread(target=self._serve, args=(stream,), name=f"rrfp-stream-{stream}", daemon=True)
+            todo = self._queues[stream] = queue.SimpleQueue()
+            self._threads[stream] = threading.Thread(target=self._serve, args=(stream, todo), name=f"rrfp-stream-{stream}", daemon=True)
             self._threads[stream].start()
         self._queues[stream].put(operation)
 
@@ -114,8 +114,7 @@ class Streams:
         return {stream for stream, thread in self._threads.items() if thread.is_alive()}
 
     # ------------------------------------------------------------------ a stream's thread
-    def _serve(self, stream: str) -> None:
-        todo = self._queues[stream]
+    def _serve(self, stream: str, todo: "queue.SimpleQueue[Operation | None]") -> None:
         while (operation := todo.get()) is not None:
             try:
                 self._run(stream, operation)

@@ -152,11 +152,16 @@ def fail(which: tuple, directives: list, *, replicas: int, rows: int, culprit: i
     run = rrfp.program.compile(Captured(captured.traced, functions, captured.weights), directives, optimizer=OPTIMIZERS["sgd"], timeout=timeout)
     try:
         run.step(_own(first, replicas))
+        dist.barrier()  # what fails next fails in the second step of every rank
         batch, start = _own(second, replicas), time.monotonic()
         if how in ("raise", "kill"):
             armed.append(True)
         if how == "batch" and dist.get_rank() == culprit:
             batch = {key: value[:-1] for key, value in batch.items()}
+        if how == "width" and dist.get_rank() == culprit:
+            batch = {key: value if value.dim() == 1 else value[:, :-1] for key, value in batch.items()}
+        if how == "list" and dist.get_rank() == culprit:
+            batch = list(batch.values())
         if how == "absent" and dist.get_rank() == culprit:
             run._run._collectives.issue = lambda node, after: collectives.Operation(node.name, lambda: None)
         try:

@@ -17,12 +17,15 @@ def directives(**options):
     return BUILDERS["1f1b"](2, 4, replicas=2, **options)
 
 
-@pytest.mark.parametrize("how, words", [("raise", "ValueError: on purpose"), ("batch", "4 pieces do not divide; give a multiple of 4")])
-def test_a_rank_that_raises_ends_every_rank(groups, how, words):
-    found = groups(4).run("fail", which=WHICH, directives=directives(experts=True), replicas=2, rows=16, culprit=2, how=how)
+@pytest.mark.parametrize("how, culprit, words", [
+    ("raise", 2, "ValueError: on purpose"), ("batch", 2, "4 pieces do not divide; give a multiple of 4"),
+    ("width", 0, "step: batch: x is 8 x 5, and was captured as any x 6; give that"), ("list", 0, "step: batch: is a list; give tensors by name"),
+])  # fmt: skip
+def test_a_rank_that_raises_ends_every_rank(groups, how, culprit, words):
+    found = groups(4).run("fail", which=WHICH, directives=directives(experts=True), replicas=2, rows=16, culprit=culprit, how=how)
     for rank, (kind, text, seconds) in enumerate(found):
         assert words in f"{kind}: {text}" and seconds < SOON, (rank, text, seconds)
-        assert kind == "PipelineError" and text.startswith("rank 2 failed (") or rank == 2, (rank, kind, text)
+        assert kind == "PipelineError" and text.startswith(f"rank {culprit} failed (") or rank == culprit, (rank, kind, text)
     # The same processes train on, with a program opened anew.
     assert worst(groups(4), WHICH, directives(experts=True), replicas=2, pieces=8, modes=["ready"])[0] < 1e-12
 
