@@ -25,7 +25,8 @@ def test_a_device_holds_what_the_formula_says(groups, ranks, zeros):
         for found in measure(groups, ranks, zero):
             total, over = found["formula"]["total"], found["peak"] - found["formula"]["total"]
             print(ranks, zero, {key: round(value / MB, 2) for key, value in found.items() if key != "formula"}, round(total / MB, 2))
-            assert -0.02 * total < over < SLACK, (zero, found)
+            # Below it: two buckets' whole gradients may lie there at once, and need not have.
+            assert -(LAYER if zero >= 2 else 0.02 * total) < over < SLACK, (zero, found)
             assert found["gathered"] <= found["formula"]["pool"] < 2.1 * LAYER, "never all layers at once"
         most.append(found["peak"])
     assert all(before - after > 2 * LAYER for before, after in zip(most, most[1:])), "each stage of ZeRO holds less"
