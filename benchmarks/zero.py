@@ -1,6 +1,6 @@
 """What ZeRO holds on each device, measured, against the formula; and the largest batch that fits a budget.
 
-`python -m benchmarks.zero [--hidden 256] [--layers 16] [--budget 72]`
+`python -m benchmarks.zero [--hidden 256] [--layers 16] [--budget 72] [--layouts 2:0 2:3] [--grain 8]`
 
 Four processes, 1F1B, Adam, a bucket per layer, one bucket gathered ahead. Bytes are those that the C library has handed out
 (`rrfp.heap`), above what was there before the program was opened, looked at when an action or a collective ends. So an action's own
@@ -96,16 +96,16 @@ def states(captured, ranks: int, zero: int, scatter: float = 0.0) -> dict:
         opened.program.close()
 
 
-def fitting(captured, ranks: int, zero: int, budget: int) -> tuple[int, int]:
+def fitting(captured, ranks: int, zero: int, budget: int, grain: int) -> tuple[int, int]:
     """(the most rows per microbatch whose peak is within the budget on every device, that peak); 0 rows if not even one fits."""
     opened = Opened(captured, ranks, zero)
     try:
-        return largest(opened.peak, budget)
+        return largest(opened.peak, budget, grain=grain)
     finally:
         opened.program.close()
 
 
-def largest(peak: Callable[[int], int], budget: int, *, grain: int = 8) -> tuple[int, int]:
+def largest(peak: Callable[[int], int], budget: int, *, grain: int) -> tuple[int, int]:
     """By doubling, then bisection to a multiple of `grain`."""
     good, held, bad = 0, 0, grain
     while (found := peak(bad)) <= budget:
@@ -133,18 +133,21 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--budget", type=float, default=72.0, help="MB of a device, without the process itself")
+    parser.add_argument("--layouts", nargs="+", metavar="P:ZERO", help="pipeline ranks and ZeRO's stage (default: all that are documented)")
+    parser.add_argument("--grain", type=int, default=8, help="rows per microbatch are a multiple of it")
     options = parser.parse_args()
+    layouts = [tuple(map(int, each.split(":"))) for each in options.layouts or ()] or LAYOUTS
     captured = make(options.layers, options.hidden, Dense)
     columns = ("parameters", "gradients", "optimizer", "pool", "scattered", "total")
     print("| MB on the first device | parameters | gradients | Adam | gathered | scattered | sum | measured | measured / sum |")
     print("| --- " * 9 + "|")
-    for ranks, zero in LAYOUTS:
+    for ranks, zero in layouts:
         found = run(DEVICES, states, captured, ranks, zero)[0]
         cells = [mb(found["formula"][column]) for column in columns] + [mb(found["peak"]), f"{found['peak'] / found['formula']['total']:.2f}"]
         print(" | ".join([f"| {name(ranks, zero)}", *cells]) + " |", flush=True)
     print(f"\n| within {options.budget:g} MB | rows per microbatch | rows of all replicas | peak MB |\n" + "| --- " * 4 + "|")
-    for ranks, zero in LAYOUTS:
-        rows, held = run(DEVICES, fitting, captured, ranks, zero, int(options.budget * MB))[0]
+    for ranks, zero in layouts:
+        rows, held = run(DEVICES, fitting, captured, ranks, zero, int(options.budget * MB), options.grain)[0]
         print(f"| {name(ranks, zero)} | {rows} | {rows * DEVICES // ranks * MICROBATCHES} | {mb(held)} |", flush=True)
     return 0
 
