@@ -64,7 +64,7 @@ def test_announced_is_no_slower_than_the_fixed_list_when_calm_and_faster_when_no
     seeds = range(15, 45) if full else range(15, 18)
     for name in CALM if full else ("jitter-0.3", "jitter-0.6", "lengths"):
         found = ratios(UNSPLIT, Policy(), name, seeds)
-        assert min(found) > 0.97 and (not full or median(found) >= 0.999), name
+        assert min(found) > 0.97 and (not full or median(found) >= (0.999 if name == "jitter-0.6" else 0.9995)), name
     for name in LATE if full else ("spikes", "paper-multimodal"):
         found = ratios(UNSPLIT, Policy(), name, seeds)
         assert min(found) > 0.97 and median(found) >= (1.0 if name == "paper-language" else 1.003), name
