@@ -84,11 +84,13 @@ def _train(options: argparse.Namespace, program: Program, *, cuda: bool) -> None
     import torch
     from torch import distributed as dist
 
-    from rrfp.program import compile
+    from rrfp import program as programs
 
     workload = program.model.make()
-    with compile(workload.model, program.directives, loss=workload.loss, example_batch=next(iter(workload.batches(0))), mode=options.mode,
-                 trace=options.trace, timeout=options.timeout, optimizer=workload.optimizer or torch.optim.AdamW) as compiled:  # fmt: skip
+    with programs.compile(
+        workload.model, program.directives, loss=workload.loss, example_batch=next(iter(workload.batches(0))), mode=options.mode,
+        trace=options.trace, timeout=options.timeout, optimizer=workload.optimizer or torch.optim.AdamW,
+    ) as compiled:  # fmt: skip
         workload = replace(workload, model=None)  # every rank has its part
         plan = next(plan for plan in compiled.program.plans if dist.get_rank() in plan.devices)
         replica = plan.devices.index(dist.get_rank())
@@ -108,13 +110,25 @@ def _train(options: argparse.Namespace, program: Program, *, cuda: bool) -> None
         own = Row(dist.get_rank(), plan.rank, replica, sum(amount for amount, _ in amounts[timed]) / sum(seconds[timed]), amounts[0][1],
                   torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                   compiled.peak.gathered, compiled.peak.activations)  # fmt: skip
-        rows = [None] * dist.get_world_size()
-        dist.all_gather_object(rows, own)
+        rows = _everyone(own, device=mean.device)
     if dist.get_rank() == 0:
         print("\n".join(table(rows, cuda=cuda)))
         if options.json is not None:
             document = {"mode": options.mode, "losses": losses, "ranks": [asdict(row) for row in rows]}
             options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def _everyone(own: Row, *, device) -> list[Row]:
+    """Each rank's row, sent as numbers: nothing is unpickled. All count in the same unit."""
+    import torch
+    from torch import distributed as dist
+
+    numbers = asdict(own) | {"unit": 0}
+    ours = torch.tensor(list(numbers.values()), dtype=torch.float64, device=device)
+    everyone = [torch.empty_like(ours) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, ours)
+    named = (dict(zip(numbers, each.tolist(), strict=True)) for each in everyone)
+    return [Row(**{name: value if name == "rate" else int(value) for name, value in each.items()} | {"unit": own.unit}) for each in named]
 
 
 def _next(batches: Iterator[Mapping], number: int, model: PythonModel) -> Mapping:

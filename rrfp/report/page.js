@@ -1,6 +1,9 @@
 // The page around the timeline. The data is the run's alone: every text is set as text, never as markup.
 
-const KINDS = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient" };
+const KINDS = {
+  F: "forward", B: "backward", I: "input gradient", W: "weight gradient",
+  ALL_TO_ALL: "all-to-all", ALL_REDUCE: "all-reduce", REDUCE_SCATTER: "reduce-scatter", ALL_GATHER: "all-gather",
+};
 // Cause -> [CSS variable, what it means].
 const CAUSES = {
   "warm-up": ["warmup", "the pipeline fills: no work has reached this rank yet"],
