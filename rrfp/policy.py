@@ -228,7 +228,7 @@ class Policy:
         eager = limit_of("eager", placement, rank, microbatches)
         if self.hint == "announced":
             over = waited_over(self, placement, microbatches)
-            return hints.Announced(row, skips=over.skips, slack=over.slack)
+            return hints.Announced(row, skips=over.skips[rank], slack=over.slack)
         if row is not None:
             return hints.Ranked(row)
         return {

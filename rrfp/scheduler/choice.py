@@ -43,12 +43,12 @@ class Over(NamedTuple):
 
     name: a list; or a rule: the list that it yields at unit durations within the limits.
     limits: what the list is made for, by rank.
-    skips, slack: see `hints.Announced`.
+    skips, slack: see `hints.Announced`; skips by rank.
     """
 
     name: str
     limits: tuple[int, ...]
-    skips: int | None
+    skips: tuple[int | None, ...]
     slack: float
 
 
@@ -59,25 +59,29 @@ def announced_over(case: Case) -> Over:
     take the deepest rank that holds something. It has all its gradients, so it can only be waiting for a forward, and holds fewer
     than w. Then each rank before it holds those few as well, no more, and also waits for a forward; but rank 0 may start one.
     """
-    if not case.one_chunk:
-        return Over("1f1b", case.limits, skips=None, slack=3.0)
     ranks, microbatches = case.placement.ranks, case.microbatches
+    anything = (None,) * ranks
+    if not case.one_chunk:
+        return Over("1f1b", case.limits, skips=anything, slack=3.0)
     if case.split:
         most = min(ranks, microbatches)
         if set(case.limits) == {most}:
-            return Over("zb-h1", case.limits, skips=None, slack=3.0)
+            return Over("zb-h1", case.limits, skips=anything, slack=3.0)
         # ZB-H2 is the better list only from M = 2P - 1 on, where it can fill its warm-up.
         if microbatches >= 2 * ranks - 1 and case.reaches("2p-1"):
-            return Over("zb-h2", case.limits, skips=None, slack=3.0)
-        return Over("fill-r", case.limits, skips=None, slack=3.0)
+            return Over("zb-h2", case.limits, skips=anything, slack=3.0)
+        return Over("fill-r", case.limits, skips=anything, slack=3.0)
     if case.reaches("eager"):
-        return Over("1f1b", tuple(case.shape("eager")), skips=2, slack=2.0)
+        return Over("1f1b", tuple(case.shape("eager")), skips=(2,) * ranks, slack=2.0)
     # A warm-up that does not shrink from rank to rank makes a rank wait for more forwards than the ones before it may start.
     first, last = min(case.limits[0], case.shape("eager")[0]), max(ranks - 1, 1)
     line = [1 + (2 * (first - 1) * (ranks - 1 - rank) + last) // (2 * last) for rank in range(ranks)]
     if case.reaches("1f1b"):
         line = list(map(max, line, case.shape("1f1b")))  # calls of few microbatches
-    return Over("1f1b", tuple(accumulate(map(min, case.limits, line), min)), skips=2, slack=3.0)
+    limits = tuple(accumulate(map(min, case.limits, line), min))
+    # With no more than 1F1B's warm-up, a rank that holds few would run dry by skipping two, and wait where 1F1B does not.
+    few = 6 if limits[0] <= ranks else 0
+    return Over("1f1b", limits, skips=tuple(2 if limit >= few else 1 for limit in limits), slack=3.0)
 
 
 def choose(case: Case) -> tuple[str, str]:

@@ -18,7 +18,7 @@ UNSPLIT = Policy(hint="1f1b", mode="strict")
 H1, H2 = Policy(hint="zb-h1", mode="strict", limit="8", split=True), Policy(hint="zb-h2", mode="strict", limit="2p-1", split=True)
 REFERENCE = {
     "announced at 1f1b": (UNSPLIT, Policy(), .0005, (
-        1.000, 1.000, 1.000, .999, 1.000, 1.079, 1.013, 1.000, 1.001, 1.000, 1.054, 1.000, 1.014, 1.000, 1.066)),
+        1.000, 1.000, 1.000, 1.000, 1.000, 1.071, 1.015, 1.000, 1.001, 1.000, 1.050, 1.003, 1.014, 1.000, 1.054)),
     "alt at 1f1b": (UNSPLIT, Policy(hint="alt"), .0005, (
         1.000, 1.000, 0.964, 0.974, 0.972, 1.071, 0.998, 0.993, 0.983, 0.980, 1.048, 0.987, 0.995, 0.982, 1.053)),
     "b-first at 1f1b": (UNSPLIT, Policy(hint="b-first"), .0005, (
