@@ -1,5 +1,6 @@
 """Small real models of the program tests: their forward graph, the mathematics of each segment, parameters, and one process' answer."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -29,12 +30,11 @@ class Model:
                               else torch.randn(shape, generator=generator, dtype=torch.float64))
         return made
 
-    def reference(self, batches, *, pieces: int, rate: float = 0.1):
+    def reference(self, batches, *, pieces: int, optimizer=functools.partial(torch.optim.SGD, lr=0.1)):
         """One process: per step every piece's loss and the parameters after it. `pieces`: microbatches x replicas."""
-        weights = {name: value.clone() for name, value in self.parameters.items()}
-        steps = []
+        leaves = {name: value.clone().requires_grad_() for name, value in self.parameters.items()}
+        update, steps = optimizer(list(leaves.values())), []
         for batch in batches:
-            leaves = {name: value.detach().requires_grad_() for name, value in weights.items()}
             losses = []
             for piece in range(pieces):
                 values = {name: value.chunk(pieces)[piece] for name, value in batch.items()}
@@ -42,9 +42,11 @@ class Model:
                     inputs = {name: values[name] for name in segment.inputs}
                     values |= self.functions[segment.name]({name: leaves[name] for name in segment.parameters}, inputs)
                 losses.append(values[self.traced.loss])
-            grads = torch.autograd.grad(sum(losses) / pieces, list(leaves.values()), allow_unused=True)
-            weights = {name: value - (rate * grad if grad is not None else 0) for (name, value), grad in zip(weights.items(), grads)}
-            steps.append(([loss.item() for loss in losses], dict(weights)))
+            grads = torch.autograd.grad(sum(losses) / pieces, list(leaves.values()), allow_unused=True, materialize_grads=True)
+            for leaf, grad in zip(leaves.values(), grads, strict=True):
+                leaf.grad = grad
+            update.step()
+            steps.append(([loss.item() for loss in losses], {name: leaf.detach().clone() for name, leaf in leaves.items()}))
         return steps
 
 

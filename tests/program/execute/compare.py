@@ -9,7 +9,7 @@ from tests.program.execute import jobs
 
 @functools.cache
 def reference(which: tuple, rows: int, pieces: int, optimizer: str, steps: int) -> list:
-    """Per step every piece's loss, and all parameters after it."""
+    """Per step every piece's loss, and after it in turn every gradient, and all parameters (`jobs.Shown`)."""
     found = jobs.subject(which).reference(jobs.batches(which, rows, steps), pieces, optimizer)
     return [(losses.numpy(), {name: value.numpy() for name, value in parameters.items()}) for losses, parameters in found]
 

@@ -18,17 +18,41 @@ import rrfp.program
 from rrfp.errors import RRFPError
 from rrfp.program.capture import Captured, capture
 from rrfp.program.execute import collectives, executor
-from rrfp.program.execute.parameters import _Flat
+from rrfp.program.execute.parameters import Store, _Flat
 from rrfp.program.execute.run import Emulation
 from tests.program import models
 from tests.program.transformer import GPT, loss, make_batch
 
-OPTIMIZERS = {
+
+class Shown:
+    """An optimizer, in turn: in one step the parameters become their gradients, so that whoever compares parameters compares each of those; in the
+    next they are what they were, and the optimizer takes its step with the gradients that were shown."""
+
+    def __init__(self, parameters, make: Callable):
+        self._optimizer, self._kept = make(parameters), None
+        self.param_groups = self._optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self) -> None:
+        leaves = [leaf for group in self.param_groups for leaf in group["params"]]
+        if self._kept is None:
+            self._kept = [(leaf.clone(), leaf.grad.clone()) for leaf in leaves]
+            for leaf in leaves:
+                leaf.copy_(leaf.grad)
+        else:
+            for leaf, (value, gradient) in zip(leaves, self._kept, strict=True):
+                leaf.copy_(value)
+                leaf.grad = gradient
+            self._kept = None
+            self._optimizer.step()
+
+
+OPTIMIZERS = {name: functools.partial(Shown, make=make) for name, make in {
     "sgd": functools.partial(torch.optim.SGD, lr=0.1),
     "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     # Where a gradient is next to nothing, Adam's quotient would make rounding visible: not with this eps.
     "adam": functools.partial(torch.optim.Adam, lr=1e-2, eps=1e-3),
-}
+}.items()}
 
 
 class Subject(NamedTuple):
@@ -40,21 +64,27 @@ class Subject(NamedTuple):
 
 
 @functools.cache
-def gpt(stages: int, experts: bool = False, tied: bool = False) -> Subject:
-    """A transformer in float32, captured. Equal in every process."""
+def gpt(stages: int, experts: bool = False, tied: bool = False, frozen: bool = False) -> Subject:
+    """A transformer in float32, captured. Equal in every process. frozen: a whole half of the first block, and a norm."""
     def make() -> GPT:
         torch.manual_seed(1)
-        return GPT(stages, experts=experts, tied=tied)
+        model = GPT(stages, experts=experts, tied=tied)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad = not frozen or not name.startswith(("blocks.0.0.", "blocks.1.1.norm."))
+        return model
 
     def reference(batches, pieces, optimizer):
         model = make()
-        update = OPTIMIZERS[optimizer](list(model.parameters()))
+        trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        update = OPTIMIZERS[optimizer](list(trained.values()))
         for batch in batches:
-            losses = torch.stack([loss(model, {key: value.chunk(pieces)[piece] for key, value in batch.items()}) for piece in range(pieces)])
-            update.zero_grad()
-            losses.mean().backward()
+            losses = []
+            for piece in range(pieces):  # summed one after the other, as microbatches are
+                losses.append(loss(model, {key: value.chunk(pieces)[piece] for key, value in batch.items()}))
+                (losses[-1] / pieces).backward()
             update.step()
-            yield losses.detach(), {name: value.detach().clone() for name, value in model.named_parameters()}
+            model.zero_grad()
+            yield torch.stack(losses).detach(), {name: value.detach().clone() for name, value in trained.items()}
 
     return Subject(functools.cache(lambda: capture(make(), make_batch(8, 0), loss=loss)), make_batch, reference)
 
@@ -65,14 +95,14 @@ def plain(name: str, *arguments, **options) -> Subject:
     model = getattr(models, name)(*arguments, **options)
 
     def reference(batches, pieces, optimizer):
-        assert optimizer == "sgd"
-        return ((torch.tensor(losses, dtype=torch.float64), weights) for losses, weights in model.reference(batches, pieces=pieces))
+        found = model.reference(batches, pieces=pieces, optimizer=OPTIMIZERS[optimizer])
+        return ((torch.tensor(losses, dtype=torch.float64), weights) for losses, weights in found)
 
     return Subject(lambda: Captured(model.traced, model.functions, model.parameters), model.batch, reference)
 
 
 def subject(which: tuple) -> Subject:
-    """("gpt", stages, experts, tied), or ("chain", stages, rows, "tied") and the like: what is a string is switched on."""
+    """("gpt", stages, experts, tied, frozen), or ("chain", stages, rows, "tied") and the like: what is a string is switched on."""
     name, *arguments = which
     if name == "gpt":
         return gpt(*arguments)
@@ -102,7 +132,7 @@ class _Done:
 
 
 def _left_out(what: str | None):
-    """Breaks what a directive's communication does, for negative controls."""
+    """Breaks what a directive's communication does, or one gradient by a thousandth, for negative controls."""
     if what == "reduction":
         return mock.patch.object(_Flat, "all_reduce", lambda *_: None)
     if what == "exchange":
@@ -117,6 +147,10 @@ def _left_out(what: str | None):
             return _Done()
 
         return mock.patch("torch.distributed.reduce_scatter_single", own)
+    if what == "gradient":
+        add = Store.add
+        return mock.patch.object(Store, "add", lambda store, name, gradient, piece: add(
+            store, name, gradient * 1.001 if name == "head.weight" else gradient, piece))
     return contextlib.nullcontext()
 
 

@@ -1,6 +1,7 @@
-"""Every strategy that ships, with every parallelism, on real processes: losses and parameters equal one process' (float32, 1e-6).
+"""Every strategy that ships, with every parallelism, on real processes: losses, every gradient and parameters equal one process' (float32, 1e-6).
 
-Each case trains three steps in each mode, on other data every time, under random delays of actions, collectives and messages.
+Each case trains on other data in every step, three steps in each mode, under random delays of actions, collectives and messages; after
+one step each gradient is compared, after the next each parameter (`jobs.Shown`).
 """
 
 import pytest
@@ -15,7 +16,7 @@ PARALLEL = {
     "ep": {"replicas": 2, "experts": True}, "ep-zero2": {"replicas": 2, "zero": 2, "experts": True},
     "ep-zero3": {"replicas": 2, "zero": 3, "experts": True},
 }  # fmt: skip
-MODES = ["strict", "ready", "ready", "strict", "ready", "strict"]
+MODES = ["strict", "ready", "ready", "strict", "strict", "ready"]
 TOLERANCE = 1e-6
 
 
@@ -38,12 +39,32 @@ def test_every_builder_with_every_parallelism(groups, name, parallel, seed, full
             assert found < TOLERANCE, f"{name} {parallel} {optimizer}: differs by {found}"
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-1"])
+def test_where_the_order_is_kept_every_bit_is(groups, name, seed):
+    """Without replicas gradients are summed in the order of the row: a strict one gives one process' bits."""
+    found, _ = worst(groups(2), ("gpt", 2, False, False), BUILDERS[name](2, MICROBATCHES), replicas=1, pieces=MICROBATCHES, optimizer="adam",
+                     modes=["strict"] * 4, seed=seed)
+    assert found == 0
+
+
+@pytest.mark.parametrize("parallel", ["zero1", "zero2", "ep"])
+@pytest.mark.parametrize("name, tied, frozen", [("zb-1", True, True), ("1f1b", False, True)])
+def test_tied_and_frozen_parameters(groups, name, parallel, tied, frozen, seed):
+    options = PARALLEL[parallel]
+    which = ("gpt", 2, options.get("experts", False), tied, frozen)
+    found, _ = worst(groups(4), which, BUILDERS[name](2, MICROBATCHES, **options), replicas=2, pieces=2 * MICROBATCHES, optimizer="momentum",
+                     modes=MODES[:4], seed=seed)
+    assert found < TOLERANCE
+
+
 @pytest.mark.parametrize("wrong, options", [
-    ("reduction", {"replicas": 2}), ("scatter", {"replicas": 2, "zero": 2}), ("exchange", {"replicas": 2, "experts": True}),
+    ("gradient", {}), ("reduction", {"replicas": 2}), ("scatter", {"replicas": 2, "zero": 2}), ("exchange", {"replicas": 2, "experts": True}),
 ])  # fmt: skip
-def test_numbers_differ_without_a_directives_communication(groups, wrong, options):
-    """Negative control: the proof above sees it when a reduction is left out, or tokens stay where they are."""
+def test_numbers_differ_where_something_is_broken(groups, wrong, options):
+    """Negative control: the proof above sees it when one gradient is a thousandth too large, a reduction is left out, or tokens stay where they
+    are."""
     which = ("gpt", 2, options.get("experts", False), False)
     directives = BUILDERS["1f1b"](2, MICROBATCHES, **options)
-    found, _ = worst(groups(4), which, directives, replicas=2, pieces=2 * MICROBATCHES, modes=["strict"] * 2, wrong=wrong)
-    assert found > 1e-4
+    replicas = options.get("replicas", 1)
+    found, _ = worst(groups(2 * replicas), which, directives, replicas=replicas, pieces=replicas * MICROBATCHES, modes=["strict"] * 2, wrong=wrong)
+    assert found > (1e-5 if wrong == "gradient" else 1e-4)
