@@ -18,7 +18,7 @@ from rrfp.program.lower import is_tied
 from rrfp.program.plan import Lowered
 
 OWN = "own"
-"""The stream of what no directive speaks of: losses go round, the state is gathered."""
+"""The stream of what no directive speaks of: losses go round, rows are compared, the state is gathered."""
 
 
 class Collectives:
@@ -126,12 +126,12 @@ class Collectives:
             self._own("losses", lambda: self._streams.finish(dist.broadcast(value, src=device, group=group, async_op=True)))
         return value
 
-    def of_replicas(self, value: torch.Tensor) -> list[torch.Tensor]:
-        """What each replica of this rank has, in their order."""
+    def of_replicas(self, what: str, value: torch.Tensor) -> list[torch.Tensor]:
+        """What each replica of this rank has, in their order. what: its name in traces and failures."""
         if (group := self._groups.get((OWN, self._replicas))) is None:
             return [value]
         found, sent = value.new_empty((len(self._replicas), *value.shape)), value.reshape(-1).contiguous()
-        self._own("state", lambda: self._streams.finish(dist.all_gather_single(found.view(-1), sent, group=group, async_op=True)))
+        self._own(what, lambda: self._streams.finish(dist.all_gather_single(found.view(-1), sent, group=group, async_op=True)))
         return list(found)
 
     def _own(self, name: str, run: Callable[[], None]) -> None:

@@ -45,7 +45,8 @@ def compile(
         mode: "ready", or "strict": the order of the directives is obeyed (`Lowered.scheduler`).
         limit: ready mode: activations that a rank may hold; by default what its order holds.
         optimizer: makes one from a list of parameters. With ZeRO these are flat shards, which lie across parameters: then only
-            optimizers that treat every number for itself (SGD, Adam, AdamW) compute what they would without.
+            optimizers that treat every number for itself (SGD, Adam, AdamW) compute what they would without. Others are refused where
+            their name tells (LBFGS, Muon, Adafactor, LAMB).
         trace: directory for traces, one below it per pipeline.
         timeout: seconds without progress, of an action, a message or a collective, after which the step fails on every rank.
         interface: network name or address for messages to other hosts.
@@ -91,7 +92,7 @@ class Compiled:
             The losses of all microbatches of this replica, on every rank: microbatches.
 
         Raises:
-            ConfigurationError: the batch does not fit the program.
+            ConfigurationError: the batch does not fit the program, or has other rows than a replica's.
             PipelineError: a rank failed or was lost, or nothing moved for too long: on every rank, naming the first to fail.
         """
         if self._run is None:

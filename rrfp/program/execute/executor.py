@@ -50,8 +50,8 @@ class ProgramExecutor:
         self._pieces = losses(program, loss)
         self.padded = 0.0
 
-    def begin(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """Before a call.
+    def begin(self, batch: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        """Before a call. Returns how many rows what this device reads has, by name.
 
         Args:
             batch: this replica's, by name.
@@ -61,9 +61,12 @@ class ProgramExecutor:
         """
         if not isinstance(batch, Mapping):
             raise ConfigurationError(f"step: batch: is a {type(batch).__name__}; give tensors by name")
+        rows = {}
         for reads in self._wiring.batch.values():
             for name, (dim, cuts) in reads.items():
                 self._check(batch, name, dim, cuts)
+                if self._dag.tensors[name].batch is not None:
+                    rows[name] = batch[name].shape[dim]
         self._batch = batch
         self._values: dict[Key, torch.Tensor] = {}
         self._readers = Counter(self._wiring.readers)
@@ -76,6 +79,7 @@ class ProgramExecutor:
         """This device's, by piece of the batch."""
         self._parameters.begin()
         self._pool.begin()
+        return rows
 
     def _check(self, batch: Mapping[str, torch.Tensor], name: str, dim: int, cuts: tuple) -> None:
         if name not in batch:

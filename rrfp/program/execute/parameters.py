@@ -27,6 +27,9 @@ Finish = Callable[[object], None]
 """Waits for a `torch.distributed.Work`."""
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
+WHOLE = {"LBFGS", "Muon", "Adafactor", "LAMB", "Lamb", "LARS", "Shampoo", "DistributedShampoo", "SOAP"}
+"""Classes of optimizers, torch's and others', that look at norms, rows and columns, or inner products of parameters."""
+
 
 @dataclass(frozen=True)
 class Sharing:
@@ -273,6 +276,23 @@ def check_parameters(program: Lowered, weights: Mapping[str, torch.Tensor]) -> N
             if owner in gathered and segment not in gathered[owner]:
                 raise ConfigurationError(f"replicate: shard_params: {segment}: shares {name} with {owner}, and would not gather it; place them on"
                                          " different devices, or leave shard_params out")
+
+
+def check_optimizer(program: Lowered, make: MakeOptimizer) -> None:
+    """Asked on every rank, so that all refuse alike.
+
+    Raises:
+        ConfigurationError: it is known by name to treat a parameter as a whole, and a bucket of the program has flat shards.
+    """
+    sharded = next((bucket for bucket in program.dag.buckets.values() if bucket.zero), None)
+    if sharded is None:
+        return
+    # A matrix: some refuse a vector in words of their own.
+    found = {each.__name__ for each in type(make([torch.nn.Parameter(torch.zeros(2, 2))])).__mro__} & WHOLE
+    if found:
+        directive = ("shard_optimizer", "shard_grads", "shard_params")[sharded.zero - 1]
+        raise ConfigurationError(f"optimizer: {found.pop()}: looks at a parameter as a whole, and with replicate: {directive} it would get flat"
+                                 " shards; take one that treats each number for itself (SGD, Adam, AdamW), or leave the sharding out")
 
 
 def _sharing(dag: DAG, title: str, device: int) -> Sharing:

@@ -26,7 +26,7 @@ from rrfp.program.dag import ALL_TO_ALL, SEND, Node
 from rrfp.program.execute.collectives import Collectives
 from rrfp.program.execute.exchange import ExchangeTransport
 from rrfp.program.execute.executor import ProgramExecutor
-from rrfp.program.execute.parameters import MakeOptimizer, Parameters, check_parameters
+from rrfp.program.execute.parameters import MakeOptimizer, Parameters, check_optimizer, check_parameters
 from rrfp.program.execute.pool import Pool
 from rrfp.program.execute.streams import Streams
 from rrfp.program.execute.wiring import Wiring, losses
@@ -79,6 +79,7 @@ class Run:
         self._replica = plan.devices.index(device)
         store = dist.PrefixStore(f"rrfp-program/{next(_openings)}", dist.distributed_c10d._get_default_store())
         check_parameters(program, captured.weights)
+        check_optimizer(program, optimizer)
         fullest = max(program.plans, key=lambda each: each.peak)
         program.scheduler(fullest.rank, mode=mode, limit=limit)  # refuses a limit that is too small for any rank, on every rank
         self._compare(store, captured, f"{mode}, limit {limit}")
@@ -184,7 +185,7 @@ class Run:
         scheduler = self.program.scheduler(self._plan.rank, mode=mode, limit=self._limit)
         scheduler.durations |= self._durations
         with self._told():
-            self._executor.begin(batch)
+            self._compare_rows(self._executor.begin(batch))
         self._collectives.begin()
         self._engine.run(scheduler, self._executor, announce=scheduler.announces, microbatches=self._pieces)
         self._durations = dict(scheduler.durations)
@@ -195,6 +196,18 @@ class Run:
                 found[piece] = loss
             self._executor.finish()
             return self._collectives.from_rank(found, self._loss_device)
+
+    def _compare_rows(self, rows: Mapping[str, int]) -> None:
+        """A mean over replicas is the mean over all rows only where each has equally many, and only then all-to-alls fit. Asked in every step:
+        no replica knows whether another's batch has changed."""
+        if not rows:
+            return
+        first, *others = (each.tolist() for each in self._collectives.of_replicas("rows", torch.tensor(list(rows.values()), device=self._tensors)))
+        for rank, found in zip(self._plan.devices[1:], others, strict=True):
+            for name, wanted, given in zip(rows, first, found, strict=True):
+                if given != wanted:
+                    raise ConfigurationError(f"step: batch: {name} has {wanted} rows on rank {self._plan.devices[0]} and {given} on rank {rank},"
+                                             " which are replicas; give replicas equally many")
 
     @contextlib.contextmanager
     def _told(self):
@@ -220,7 +233,7 @@ class Run:
             ways = dag.sharded.get(segment, 1)
             for name in dag.owned(segment):
                 own = self.parameters.weights(segment)[name].detach()
-                found[name] = torch.cat(self._collectives.of_replicas(own)[:ways]) if ways > 1 else own.clone()
+                found[name] = torch.cat(self._collectives.of_replicas("state", own)[:ways]) if ways > 1 else own.clone()
         for store in self.parameters.stores.values():
             if store.sharing.zero == 3:
                 store.free()

@@ -192,6 +192,10 @@ def fail(which: tuple, directives: list, *, replicas: int, rows: int, culprit: i
             armed.append(True)
         if how == "batch" and dist.get_rank() == culprit:
             batch = {key: value[:-1] for key, value in batch.items()}
+        if how == "alike" or (how == "rows" and dist.get_rank() == culprit) or (how == "unseen" and dist.get_rank() % replicas == culprit):
+            batch = {key: value[:4] for key, value in batch.items()}
+        if how == "unseen":
+            run._run._compare_rows = lambda rows: None
         if how == "width" and dist.get_rank() == culprit:
             batch = {key: value if value.dim() == 1 else value[:, :-1] for key, value in batch.items()}
         if how == "list" and dist.get_rank() == culprit:
@@ -209,13 +213,13 @@ def fail(which: tuple, directives: list, *, replicas: int, rows: int, culprit: i
         run.close()
 
 
-def refuse(which: tuple, directives: list, *, change: int | None = None) -> str:
-    """What `compile` says. change: the rank whose parameters are other ones."""
+def refuse(which: tuple, directives: list, *, change: int | None = None, optimizer: str = "SGD") -> str:
+    """What `compile` says. change: the rank whose parameters are other ones. optimizer: a class of torch.optim."""
     captured = subject(which).captured()
     if change == dist.get_rank():
         captured = Captured(captured.traced, captured.functions, {name: value + 1 for name, value in captured.weights.items()})
     try:
-        rrfp.program.compile(captured, directives).close()
+        rrfp.program.compile(captured, directives, optimizer=getattr(torch.optim, optimizer)).close()
     except RRFPError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"

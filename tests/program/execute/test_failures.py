@@ -30,6 +30,24 @@ def test_a_rank_that_raises_ends_every_rank(groups, how, culprit, words):
     assert worst(groups(4), WHICH, directives(experts=True), replicas=2, pieces=8, modes=["ready"])[0] < 1e-12
 
 
+@pytest.mark.parametrize("culprit, name, ranks", [(1, "x", (0, 1)), (2, "target", (2, 3))])
+@pytest.mark.parametrize("which", [WHICH, WHICH[:3]], ids=["experts", "dense"])
+def test_replicas_with_unlike_rows_are_refused_on_every_rank(groups, which, culprit, name, ranks):
+    found = groups(4).run("fail", which=which, directives=directives(experts=which == WHICH), replicas=2, rows=16, culprit=culprit, how="rows")
+    counts = [4 if rank == culprit else 8 for rank in ranks]
+    words = f"step: batch: {name} has {counts[0]} rows on rank {ranks[0]} and {counts[1]} on rank {ranks[1]}, which are replicas;"
+    for rank, (kind, text, seconds) in enumerate(found):
+        assert words in text and seconds < SOON, (rank, text, seconds)
+        assert rank in ranks or kind == "PipelineError" and text.startswith(f"rank {ranks[0]} failed (") or text.startswith(f"rank {ranks[1]} failed (")
+
+
+def test_only_unlike_rows_are_refused(groups):
+    """Other rows than before are fine where all replicas have them. Negative control: a dense model's unlike ones nothing else would notice."""
+    for how in ("alike", "unseen"):
+        found = groups(4).run("fail", which=WHICH[:3], directives=directives(), replicas=2, rows=16, culprit=1, how=how)
+        assert [kind for kind, _, _ in found] == ["nothing"] * 4, found
+
+
 def test_a_collective_that_a_rank_does_not_come_to_ends_at_its_deadline(groups):
     found = groups(4).run("fail", which=("chain", 2, 8), directives=directives(), replicas=2, rows=16, culprit=2, how="absent", timeout=2.0)
     assert all(kind == "PipelineError" for kind, _, _ in found)
@@ -65,3 +83,12 @@ def test_what_a_device_cannot_hold_is_refused_on_every_rank(groups):
 def test_what_cannot_run_is_refused_on_every_rank(groups, options, change, words):
     found = groups(4).run("refuse", which=WHICH, directives=BUILDERS["1f1b"](2, 4, **{"replicas": 2, **options}, experts=not options), change=change)
     assert all(text.startswith("ConfigurationError: ") and words in text for text in found), found
+
+
+@pytest.mark.parametrize("optimizer, zero, directive", [("LBFGS", 1, "shard_optimizer"), ("Muon", 2, "shard_grads"), ("Adafactor", 3, "shard_params")])
+def test_an_optimizer_of_whole_parameters_is_refused_with_shards(groups, optimizer, zero, directive):
+    found = groups(4).run("refuse", which=WHICH[:3], directives=directives(zero=zero), optimizer=optimizer)
+    assert set(found) == {f"ConfigurationError: optimizer: {optimizer}: looks at a parameter as a whole, and with replicate: {directive} it would get"
+                          " flat shards; take one that treats each number for itself (SGD, Adam, AdamW), or leave the sharding out"}
+    assert set(groups(4).run("refuse", which=WHICH[:3], directives=directives(), optimizer=optimizer)) == {"nothing"}
+    assert set(groups(4).run("refuse", which=WHICH[:3], directives=directives(zero=zero), optimizer="AdamW")) == {"nothing"}
