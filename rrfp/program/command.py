@@ -60,8 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         {"show": _show, "build": _build, "run": _run}[options.command](options)
     except (ConfigurationError, PipelineError, OSError) as error:
-        if isinstance(error, PipelineError) or os.environ.get("LOCAL_RANK", "0") == "0":  # what is refused is so on every rank
-            print(f"rrfp program: {error}", file=sys.stderr)
+        print(f"rrfp program: {error}", file=sys.stderr, flush=True)
         return 2
     return 0
 

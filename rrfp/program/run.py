@@ -1,6 +1,7 @@
 """`rrfp program run`: train with a program under torchrun, and say what it took."""
 
 import argparse
+import hashlib
 import json
 import os
 import resource
@@ -13,6 +14,9 @@ from rrfp.errors import ConfigurationError, PipelineError
 from rrfp.outputs import check_file, make_directory
 from rrfp.program.files import Program, read_program
 from rrfp.program.workload import PythonModel
+
+REFUSED = 2
+"""The exit status of what is refused, and of what failed."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,42 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: for what cannot run so, with the command that does.
         PipelineError: a rank failed or was lost.
+        SystemExit: one of the two, which another rank says.
     """
+    try:
+        program = _prepare(options)
+    except (ConfigurationError, OSError):
+        if os.environ.get("LOCAL_RANK", "0") != "0":  # what is refused so early is so in every process of a host
+            raise SystemExit(REFUSED) from None
+        raise
+    import torch
+    from torch import distributed as dist
+
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(None if cuda else "gloo")
+    store = dist.distributed_c10d._get_default_store()
+    try:
+        _train(options, program, cuda=cuda)
+    except (ConfigurationError, PipelineError, OSError) as error:
+        if not _first_to_say(store, str(error)):
+            raise SystemExit(REFUSED) from None
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def _first_to_say(store, text: str) -> bool:
+    """Whether no other rank has said it. A rank whose store is gone says what it knows."""
+    try:
+        return store.add(f"rrfp-program-run/{hashlib.sha256(text.encode()).hexdigest()}", 1) == 1
+    except RuntimeError:
+        return True
+
+
+def _prepare(options: argparse.Namespace) -> Program:
+    """What can be refused before the ranks meet."""
     program = _runnable(options)
     start = f"torchrun --nproc-per-node {program.devices} -m rrfp program run {options.file}"
     if "RANK" not in os.environ:
@@ -59,17 +98,7 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigurationError(f"{options.file}: runs on {program.devices} processes, and this job has {world}: start it with `{start}`")
     check_file("--json", options.json)
     make_directory("--trace", options.trace)
-    import torch
-    from torch import distributed as dist
-
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(None if cuda else "gloo")
-    try:
-        _train(options, program, cuda=cuda)
-    finally:
-        dist.destroy_process_group()
+    return program
 
 
 def _runnable(options: argparse.Namespace) -> Program:

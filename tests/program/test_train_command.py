@@ -124,7 +124,9 @@ def test_what_cannot_run_is_refused_with_the_way_out(folder, capsys, monkeypatch
         monkeypatch.setenv(name, value)
     assert refused(capsys, "run", "one.json") == f"one.json: runs on 2 processes, and this job has 3: {start}"
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert main(["program", "run", "one.json"]) == 2 and capsys.readouterr().err == "", "a refusal of every rank is said once"
+    with pytest.raises(SystemExit, match="2"):
+        main(["program", "run", "one.json"])
+    assert capsys.readouterr().err == "", "a refusal of every rank is said once"
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert refused(capsys, "run", "one.json", "--local").startswith("--local: starts the processes, and this is one of torchrun's already;")
     assert refused(capsys, "run", "outline.json").startswith("outline.json: its model is an outline without mathematics; name your own: ")
@@ -143,6 +145,22 @@ def test_a_model_that_does_not_fit_is_refused_when_the_file_is_built(folder, cap
     (folder / "fixed.py").write_text(CODE.replace("def make(stages=2)", "def make()").replace("Chain(stages)", "Chain(2)"))
     found = refused(capsys, "build", "1f1b", "p.json", "--ranks", 3 if "fixed" in model else 2, "--model", model)
     assert found.startswith(message) and not (folder / "p.json").exists()
+
+
+@pytest.mark.parametrize("old, new, line", [
+    ("torch.optim.SGD(parameters, lr=0.1)", "torch.optim.Muon(parameters)", "optimizer: Muon: looks at a parameter as a whole, and with replicate:"
+     " shard_optimizer it would get flat shards; take one that treats each number for itself (SGD, Adam, AdamW), or leave the sharding out"),
+    ("    torch.manual_seed(0)", "    import os\n    from rrfp.errors import ConfigurationError\n    if os.environ.get('RANK') == '3':\n"
+     "        raise ConfigurationError('on purpose')\n    torch.manual_seed(0)", "on purpose"),
+], ids=["every", "third"])  # fmt: skip
+def test_what_ranks_refuse_is_said_once(folder, capsys, old, new, line):
+    """Whether every rank refuses, or one that is not the first."""
+    assert CODE.count(old) == 1
+    (folder / "my_model.py").write_text(CODE.replace(old, new))
+    build(capsys, "1f1b", "one.json", "--ranks", 2, "--microbatches", 4, "--replicas", 2, "--zero", 1, "--model", "my_model.py:make")
+    done = subprocess.run([sys.executable, "-m", "rrfp", "program", "run", "one.json", "--local"], env=ENVIRONMENT, text=True, timeout=300,
+                          capture_output=True)
+    assert done.returncode != 0 and [each for each in done.stderr.splitlines() if each.startswith("rrfp program: ")] == [f"rrfp program: {line}"]
 
 
 def test_data_that_ends_is_refused():
