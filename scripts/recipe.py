@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT))
 from rrfp.balance.command import options_of, show  # noqa: E402
 from rrfp.cli import status_of  # noqa: E402
 from rrfp.errors import ConfigurationError  # noqa: E402
+from rrfp.multimodal.arguments import check_given  # noqa: E402
 
 PRESETS = ROOT / "scripts/presets"
 OWN_DATA = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path")
@@ -228,6 +229,8 @@ def _main(argv: Sequence[str]) -> int:
     if missing := [word for word in line if word in ("$NODE_RANK", "$MASTER_ADDR")]:
         raise ConfigurationError(f"{missing[0][1:]} is not set: {run.world} processes are for several machines; run this on each of them with "
                                  "NODE_RANK=0, 1, ... and MASTER_ADDR=<the first one>, or see what would run with --dry-run")
+    if kind == "vlm":
+        check_given(run.arguments)  # here, where it takes no seconds: processes would say it after they have met
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.stdout.flush()
     os.execvp(line[0], line)
