@@ -104,7 +104,8 @@ def with_layout(argv: Sequence[str]) -> list[str]:
     for option in ("--swiglu", "--group-query-attention"):
         parser.add_argument(option, action="store_true")
     args, _ = parser.parse_known_args(argv)
-    args.ffn_hidden_size = args.ffn_hidden_size or 4 * args.hidden_size
+    # As Megatron fills it in.
+    args.ffn_hidden_size = args.ffn_hidden_size or (int(4 * args.hidden_size * 2 / 3 / 64) * 64 if args.swiglu else 4 * args.hidden_size)
     args.padded_vocab_size = args.vocab_size or 128
     layout = balanced_layout(model_of(args), given.pipeline_model_parallel_size, Load((args.seq_length,), (args.seq_length,)))
     return [*argv, OPTION, str(layout)]
