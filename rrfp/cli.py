@@ -27,8 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: a training's, or a command's as `status_of` gives it."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] == "--version":
-        print(f"rrfp {__version__}")
-        return 0
+        return status_of("rrfp", lambda: print(f"rrfp {__version__}"))
     if arguments and arguments[0] in COMMANDS:
         # As `python -m` does: a Megatron-LM checkout in the working directory comes before an installed wheel.
         if os.getcwd() not in sys.path and "" not in sys.path:
@@ -36,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status_of(f"rrfp {arguments[0]}", lambda: importlib.import_module(COMMANDS[arguments[0]]).main(arguments[1:]))
     from rrfp.megatron.launcher import launch
 
+    if arguments and arguments[0] in ("-h", "--help"):
+        return status_of("rrfp", lambda: launch(arguments))
     return launch(arguments)
 
 
