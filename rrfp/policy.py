@@ -75,7 +75,8 @@ class Policy:
                 f"--rrfp-hint {self.hint}: needs a backward split into I and W; add --rrfp-split-backward, or use fill-alt or 1f1b")
         if self._is_file:
             object.__setattr__(self, "hint", str(Path(self.hint).resolve()))  # whatever directory the run changes to
-            check_generator(self, read_once(self.hint).generator)
+            if (generator := read_once(self.hint).generator) is not None:
+                check_generator(generator, split=self.split, source=f"--rrfp-hint {self.hint}: its line generator={generator}")
         if self.max_pending_w is not None and (not self.split or self.max_pending_w < 1):
             raise ConfigurationError(
                 f"--rrfp-max-pending-w {self.max_pending_w}: must be at least 1, with a split backward (--rrfp-split-backward); leave it out"

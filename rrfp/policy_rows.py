@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rrfp.errors import ConfigurationError
-from rrfp.hint_names import RULES, HintContext, registered
+from rrfp.hint_names import RULES, SPLIT_ONLY, HintContext, registered
 from rrfp.placement import Placement
 from rrfp.scheduler import hints, lists
 from rrfp.scheduler.arbiter import Scheduler
@@ -147,14 +147,13 @@ def read_once(path: str) -> lists.ListFile:
     return read_hint(path)
 
 
-def check_generator(policy: "Policy", name: str | None) -> None:
-    """Refuses a file that names a hint which makes no list, or none under this policy."""
-    if name is None:
-        return
+def check_generator(name: str, *, split: bool, source: str) -> None:
+    """Raises ConfigurationError for a hint that makes no list, or none for backwards that are split, or whole. source: who names it."""
     if not (name in lists.LISTS or name in lists.PUBLISHED or name in registered):
-        raise ConfigurationError(f"--rrfp-hint {policy.hint}: its line generator={name} names no list; name one of"
-                                 f" {', '.join((*lists.LISTS, *lists.PUBLISHED, *registered))}")
-    replace(policy, hint=name)
+        raise ConfigurationError(f"{source} names no list; name one of {', '.join((*lists.LISTS, *lists.PUBLISHED, *registered))}")
+    if name in SPLIT_ONLY and not split:
+        raise ConfigurationError(f"{source} names a list with a backward split into I and W, and here backwards are whole; name one without,"
+                                 " for example 1f1b, or split them (training: --rrfp-split-backward)")
 
 
 def _from_file(policy: "Policy", placement: Placement, microbatches: int) -> Sequence[hints.Row]:

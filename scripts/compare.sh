@@ -32,4 +32,12 @@ for argument in "$@"; do
         break
     fi
 done
+for argument in "$@"; do
+    case ${argument%%=*} in
+    --modes | --iterations | --warm-up | --repeats | --out | --timeout)
+        echo "rrfp: $argument: is an option of the comparison; write those before a --, for example bash scripts/compare.sh $kind --repeats 3 -- --cpu" >&2
+        exit 2
+        ;;
+    esac
+done
 exec python -m rrfp compare-training "${options[@]}" -- bash "$root/scripts/pretrain_$kind.sh" "$@"

@@ -16,15 +16,17 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import arguments, get_args, get_tokenizer, pretrain
 
 from rrfp.multimodal import hint, loader, webdataset
-from rrfp.multimodal.arguments import BUILT_IN, add_arguments, check, config_of_llm, config_of_vit, layout_of, model_of, with_layout
+from rrfp.multimodal.arguments import BUILT_IN, add_arguments, check, check_given, config_of_llm, config_of_vit, layout_of, model_of, with_layout
 from rrfp.multimodal.batch import parts_of
 from rrfp.multimodal.digits import Digits
 from rrfp.multimodal.layout import embedding_ranks
-from rrfp.multimodal.stage import VlmStage, check_patterns
+from rrfp.multimodal.stage import VlmStage, check_patterns, trained_shares
 from rrfp.multimodal.step import forward_step
 
 _chunks: list[VlmStage] = []
 """This rank's, until all are made."""
+_trained: list[float | None] = []
+"""What every stage trains, when all are made (`trained_shares`)."""
 
 
 def stage_of(vp_stage) -> int:
@@ -62,6 +64,7 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
     _chunks.append(stage)
     if len(_chunks) == (args.virtual_pipeline_model_parallel_size or 1):
         check_patterns(_chunks, args.freeze, args.unfreeze)
+        _trained[:] = trained_shares(_chunks, parallel_state.get_pipeline_model_parallel_group())
         _chunks.clear()
     return stage
 
@@ -111,7 +114,7 @@ def datasets_provider(samples, vp_stage=None):
         ranks=args.pipeline_model_parallel_size,
     )
     if not vp_stage:
-        hint.provide(training, model=model_of(args), layout=layout)
+        hint.provide(training, model=model_of(args), layout=layout, trained=_trained)
     evaluation = [split("valid", args.consumed_valid_samples), split("test", 0)] if args.eval_iters else [None, None]
     return training, *evaluation
 
@@ -120,6 +123,7 @@ datasets_provider.is_distributed = True  # Megatron then asks every rank for its
 
 
 def main():
+    check_given(sys.argv)
     sys.argv = with_layout(sys.argv)
     options = {"extra_args_provider": add_arguments, "args_defaults": {"tokenizer_type": "NullTokenizer", "dataloader_type": "external"}}
     run = functools.partial(

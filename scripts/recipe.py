@@ -2,6 +2,8 @@
 
     python scripts/recipe.py gpt|vlm [--cpu] [--preset NAME[:TP/PP/DP]] [--dry-run] [--presets] [arguments of Megatron and of RRFP]
 
+`--dry-run` takes the options of `rrfp balance` beside it (--images, --suggest, --json).
+
 A preset is a file of arguments, `scripts/presets/NAME.args`: first those of the model, then `[TP/PP/DP]` headings with those of one
 parallel layout each; the first layout is the default. Without a preset: the tiny model of scripts/tiny_KIND.args. What the user gives
 comes last and wins. Only the standard library and `rrfp.balance` are needed, and no torch, to see what would run.
@@ -12,20 +14,24 @@ import re
 import shlex
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from rrfp.balance.command import report  # noqa: E402
-from rrfp.errors import ConfigurationError, RRFPError  # noqa: E402
+from rrfp.balance.command import options_of, show  # noqa: E402
+from rrfp.cli import status_of  # noqa: E402
+from rrfp.errors import ConfigurationError  # noqa: E402
+from rrfp.multimodal.arguments import check_given  # noqa: E402
 
 PRESETS = ROOT / "scripts/presets"
 OWN_DATA = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path")
 """A user who names data replaces a preset's mock data."""
 GPUS_PER_MACHINE = 8
+FLAGS = ("--cpu", "--dry-run", "--presets")
 SIZES = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
 
 
@@ -84,12 +90,17 @@ def presets() -> dict[str, Preset]:
     return {path.stem: read_preset(path) for path in sorted(PRESETS.glob("*.args"))}
 
 
+def names(kind: str) -> list[str]:
+    """What --preset takes."""
+    return ["tiny", *(name for name, preset in presets().items() if preset.kind == kind)]
+
+
 def chosen(text: str, kind: str) -> tuple[Preset, str]:
     """`NAME` or `NAME:TP/PP/DP` -> the preset and its layout. Raises ConfigurationError, with the way out."""
     name, _, layout = text.partition(":")
     known = presets()
     if name not in known:
-        raise ConfigurationError(f"--preset {text}: no such preset; choose one of tiny, {', '.join(n for n, p in known.items() if p.kind == kind)}")
+        raise ConfigurationError(f"--preset {text}: no such preset; choose one of {', '.join(names(kind))}")
     preset = known[name]
     if preset.kind != kind:
         raise ConfigurationError(f"--preset {text}: is for scripts/pretrain_{preset.kind}.sh")
@@ -190,50 +201,69 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
 # -------------------------------------------------------------------------------------------------------- command line
 def main(argv: Sequence[str]) -> int:
     """Prints or runs. Returns the exit status of a dry run or a refusal; a training replaces this process."""
-    try:
-        kind, cpu, preset, dry, own = _options(argv)
-        if own is None:
-            print("\n".join(_overview(kind)))
-            return 0
-        data = _tiny_data(kind, make=not dry) if preset == "tiny" else []
-        run = recipe(kind, own, preset=preset, cpu=cpu, environment=os.environ, data=data)
-        line = command(run, os.environ)
-        if dry:
-            print(printed(line) + "\n")
-            print("\n".join(report(run.arguments)))
-            return 0
-        if preset != "tiny" and kind == "vlm" and not any(word.partition("=")[0] == "--vlm-data" for word in own):
-            raise ConfigurationError(f"--preset {preset}: trains on your images; give --vlm-data DIR (docs/multimodal.md), or see what would run "
-                                     "with --dry-run")
-        if missing := [word for word in line if word in ("$NODE_RANK", "$MASTER_ADDR")]:
-            raise ConfigurationError(f"{missing[0][1:]} is not set: {run.world} processes are for several machines; run this on each of them with "
-                                     "NODE_RANK=0, 1, ... and MASTER_ADDR=<the first one>, or see what would run with --dry-run")
-    except RRFPError as error:
-        print(f"rrfp: {error}", file=sys.stderr)
-        return 2
+    return status_of("rrfp", lambda: _main(argv))
+
+
+def _main(argv: Sequence[str]) -> int:
+    if not argv or argv[0] not in ("gpt", "vlm"):
+        raise ConfigurationError(f"{argv[0] if argv else 'nothing'}: must be gpt or vlm")
+    kind, asked = argv[0], _options(argv[1:], argv[0])
+    if "--presets" in asked.flags:
+        if len(argv) > 2:
+            raise ConfigurationError("--presets: prints a list and does nothing else; give it alone")
+        print("\n".join(_overview(kind)))
+        return 0
+    own, preset, dry = asked.own, asked.preset, "--dry-run" in asked.flags
+    if not dry and (given := [name for name, value in vars(asked.shown).items() if value]):
+        raise ConfigurationError(f"--{given[0]}: says what --dry-run shows; add --dry-run, or leave it out")
+    data = _tiny_data(kind, make=not dry) if preset == "tiny" else []
+    run = recipe(kind, own, preset=preset, cpu="--cpu" in asked.flags, environment=os.environ, data=data)
+    line = command(run, os.environ)
+    if dry:
+        print(printed(line) + "\n")
+        show(asked.shown, run.arguments)
+        return 0
+    if preset != "tiny" and kind == "vlm" and not any(word.partition("=")[0] == "--vlm-data" for word in own):
+        raise ConfigurationError(f"--preset {preset}: trains on your images; give --vlm-data DIR (docs/multimodal.md), or see what would run "
+                                 "with --dry-run")
+    if missing := [word for word in line if word in ("$NODE_RANK", "$MASTER_ADDR")]:
+        raise ConfigurationError(f"{missing[0][1:]} is not set: {run.world} processes are for several machines; run this on each of them with "
+                                 "NODE_RANK=0, 1, ... and MASTER_ADDR=<the first one>, or see what would run with --dry-run")
+    if kind == "vlm":
+        check_given(run.arguments)  # here, where it takes no seconds: processes would say it after they have met
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.stdout.flush()
     os.execvp(line[0], line)
 
 
-def _options(argv: Sequence[str]) -> tuple[str, bool, str, bool, list[str] | None]:
-    """Ours, wherever they stand, and the rest. None for the rest: the presets are asked for."""
-    if not argv or argv[0] not in ("gpt", "vlm"):
-        raise ConfigurationError(f"{argv[0] if argv else 'nothing'}: must be gpt or vlm")
-    words, own, cpu, dry, preset = list(argv[1:]), [], False, False, "tiny"
+@dataclass
+class _Asked:
+    """The command line taken apart. flags: those of FLAGS that are given. shown: options of `rrfp balance`. own: all others."""
+
+    preset: str = "tiny"
+    flags: set[str] = field(default_factory=set)
+    shown: Namespace = field(default_factory=Namespace)
+    own: list[str] = field(default_factory=list)
+
+
+def _options(argv: Sequence[str], kind: str) -> _Asked:
+    """Ours, wherever they stand, and the rest. Raises ConfigurationError for one of ours without its value, or with one too many."""
+    words, own, asked = list(argv), [], _Asked()
     while words:
         word = words.pop(0)
-        if word == "--presets":
-            return argv[0], cpu, preset, dry, None
-        if word == "--cpu":
-            cpu = True
-        elif word == "--dry-run":
-            dry = True
-        elif word == "--preset" or word.startswith("--preset="):
-            preset = word.partition("=")[2] or (words.pop(0) if words else "")
+        option, equals, value = word.partition("=")
+        if option in FLAGS:
+            if equals:
+                raise ConfigurationError(f"{word}: takes no value; give {option}, or leave it out")
+            asked.flags.add(option)
+        elif option == "--preset":
+            asked.preset = value if equals else words.pop(0) if words and not words[0].startswith("-") else ""
+            if not asked.preset:
+                raise ConfigurationError(f"--preset: needs a name behind it; choose one of {', '.join(names(kind))}")
         else:
             own.append(word)
-    return argv[0], cpu, preset, dry, own
+    asked.shown, asked.own = options_of(own, helps=False)
+    return asked
 
 
 def _overview(kind: str) -> list[str]:

@@ -1,5 +1,6 @@
 """The command line: which command runs, what is refused, and with which exit status."""
 
+import os
 import subprocess
 import sys
 
@@ -53,6 +54,32 @@ def test_an_interrupted_command_says_so_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "main", interrupted)
     assert cli.main(["doctor"]) == 130
     assert capsys.readouterr().err == "rrfp doctor: interrupted\n"
+
+
+@pytest.mark.parametrize("command", [
+    "rrfp schedule show 1f1b --ranks 4 --microbatches 200",
+    "rrfp schedule check 1f1b --ranks 2 --microbatches 2",
+    "rrfp.simulate --scenario uniform --stages 2 --microbatches 2",
+    "rrfp program build 1f1b /dev/stdout --ranks 2 --microbatches 400",
+    "rrfp --version",
+    "rrfp --help",
+    "rrfp balance --help",
+])
+def test_a_reader_that_has_gone_ends_a_command_quietly(command):
+    """As `| head -1`: while much is printed, at the end of little, and where argparse prints and exits."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-m", *command.split()], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0 if command == "rrfp balance --help" else 141, ""), "argparse passes over what it can't print"
+
+
+def test_another_broken_pipe_is_not_hidden(capfd):
+    def command():
+        raise BrokenPipeError("between processes")
+
+    with pytest.raises(BrokenPipeError, match="between processes"):
+        cli.status_of("rrfp compare", command)
 
 
 @pytest.mark.parametrize("argv, text", [

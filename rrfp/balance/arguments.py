@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 
 from rrfp.balance import vision
 from rrfp.balance.layout import best_cuts, even_layout, parse_layout, unroll
-from rrfp.balance.shapes import Attention, Feedforward, Part, Sample, Shape, embedding, output
+from rrfp.balance.shapes import Attention, Feedforward, Part, Sample, Shape, VisionLayer, embedding, output
 from rrfp.errors import ConfigurationError
 
 IMAGES = (2.5, 0, 8)
@@ -39,6 +39,10 @@ class Model:
     @property
     def chunks(self) -> int:
         return len(self.stages) // self.ranks
+
+    @property
+    def has_vision(self) -> bool:
+        return any(isinstance(part, VisionLayer) for stage in self.stages for part in stage)
 
 
 def read_model(argv: Sequence[str], *, even: bool = False, images: Sequence[float] = IMAGES) -> Model:

@@ -3,6 +3,7 @@
 import os
 import re
 import selectors
+import shlex
 import signal
 import subprocess
 import time
@@ -25,6 +26,8 @@ SPLIT = "--rrfp-split-backward"
 CHOSEN = ("--pipeline-schedule", "--rrfp-hint", "--rrfp-mode", "--rrfp-limit", "--rrfp-order", "--rrfp-lanes", SPLIT, "--rrfp-trace",
           "--exit-interval")
 """Flags that a comparison gives by itself."""
+TRAINLESS = ("--dry-run", "--presets", "--help", "-h")
+"""With these a command (`scripts/pretrain_gpt.sh`, a training script) prints something and ends."""
 _LINE = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|((?:[^|\n]+: [^|\n]+\|)+)")
 """Every field ends in `|`: what another rank prints behind the last one, on the same line, is none."""
 _ELAPSED = "elapsed time per iteration (ms)"
@@ -115,6 +118,9 @@ def check_command(command: Sequence[str]) -> None:
         raise ConfigurationError("no command: write it behind --, for example -- bash scripts/pretrain_gpt.sh --cpu")
     for word in command:
         option = word.partition("=")[0]
+        if option in TRAINLESS:
+            raise ConfigurationError(f"{option} in the command: it trains nothing then, and there is nothing to compare; leave it out, or run by itself"
+                                     f" `{shlex.join(command)}`")
         if option in CHOSEN:
             raise ConfigurationError(f"{option} in the command: the comparison gives it to every run by itself; leave it out (--modes chooses)")
         if option == "--save":

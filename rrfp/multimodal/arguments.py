@@ -3,10 +3,13 @@
 import argparse
 import copy
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
 
 from rrfp.balance.shapes import Attention, Feedforward, Shape
 from rrfp.errors import ConfigurationError
 from rrfp.multimodal.costs import Load, Model, Tower, balanced_layout
+from rrfp.multimodal.freezing import is_frozen
 from rrfp.multimodal.layout import OPTION, Layout, parse
 
 BUILT_IN = ("digits", "digits-blank")
@@ -48,6 +51,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+def check_given(argv: Sequence[str]) -> None:
+    """What can be known to be wrong before any process starts, without torch. `argv`: the command line.
+
+    Raises:
+        ConfigurationError: --vlm-data is no data, nothing is left to train, or a pattern is no regular expression.
+    """
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--vlm-data", nargs="?", default=BUILT_IN[0])
+    for option in ("--freeze", "--unfreeze"):
+        parser.add_argument(option, nargs="*", default=[])
+    given, _ = parser.parse_known_args(argv)
+    is_frozen("", given.freeze, but=given.unfreeze)
+    if "all" in given.freeze and not given.unfreeze:
+        refuse_all_frozen("--freeze all")
+    if given.vlm_data is not None:
+        check_data(given.vlm_data)
+
+
+def check_data(text: str) -> None:
+    """Raises ConfigurationError if --vlm-data is neither built in nor a folder prepared for Megatron-Energon."""
+    if text not in BUILT_IN and not (Path(text) / ".nv-meta").is_dir():
+        raise ConfigurationError(
+            f"--vlm-data {text}: is neither {', '.join(BUILT_IN)} nor a folder that `energon prepare` has indexed (docs/multimodal.md)")
+
+
+def refuse_all_frozen(what: str) -> NoReturn:
+    """Raises ConfigurationError. what: froze everything."""
+    raise ConfigurationError(f"{what}: leaves nothing to train; take something out with --unfreeze, or freeze less, for example --freeze vit projector")
+
+
 def with_layout(argv: Sequence[str]) -> list[str]:
     """The command line, with the balanced layout if it has none. For images and text alike: as many patches as text tokens.
 
@@ -71,7 +104,8 @@ def with_layout(argv: Sequence[str]) -> list[str]:
     for option in ("--swiglu", "--group-query-attention"):
         parser.add_argument(option, action="store_true")
     args, _ = parser.parse_known_args(argv)
-    args.ffn_hidden_size = args.ffn_hidden_size or 4 * args.hidden_size
+    # As Megatron fills it in.
+    args.ffn_hidden_size = args.ffn_hidden_size or (int(4 * args.hidden_size * 2 / 3 / 64) * 64 if args.swiglu else 4 * args.hidden_size)
     args.padded_vocab_size = args.vocab_size or 128
     layout = balanced_layout(model_of(args), given.pipeline_model_parallel_size, Load((args.seq_length,), (args.seq_length,)))
     return [*argv, OPTION, str(layout)]

@@ -32,9 +32,26 @@ class Model:
     vocabulary: int
     patch: int
 
+    def embedding_operations(self, patches: int) -> float:
+        """Of the patch embedding's forward."""
+        return 2.0 * self.patch * self.vit.shape.hidden * patches
+
+    def projector_operations(self, patches: int) -> float:
+        """Of the forward of the projector's two linear layers."""
+        return 2.0 * self.llm.shape.hidden * (self.vit.shape.hidden + self.llm.shape.hidden) * patches
+
     def output_operations(self, tokens: int) -> float:
         """Of the output layer's forward."""
         return 2.0 * self.vocabulary * self.llm.shape.hidden * tokens
+
+    def layers_operations(self, load: "Load") -> tuple[list[float], list[float]]:
+        """Of every layer's forward, of the ViT and of the LLM, with what stands beside it wherever stages are cut: the patch embedding beside
+        the ViT's first layer, the projector beside its last, the output layer beside the LLM's last."""
+        vit, llm = ([tower.layer_operations(lengths)] * tower.layers for tower, lengths in ((self.vit, load.patches), (self.llm, load.tokens)))
+        vit[0] += self.embedding_operations(sum(load.patches))
+        vit[-1] += self.projector_operations(sum(load.patches))
+        llm[-1] += self.output_operations(sum(load.tokens))
+        return vit, llm
 
 
 @dataclass(frozen=True)
@@ -48,16 +65,14 @@ class Load:
 def stage_operations(model: Model, layout: Layout, load: Load) -> list[float]:
     """Operations of every stage's forward of one microbatch."""
     vit, llm = model.vit.layer_operations(load.patches), model.llm.layer_operations(load.tokens)
-    vision, language, patches = model.vit.shape.hidden, model.llm.shape.hidden, sum(load.patches)
     costs = [layout.vit[stage] * vit + layout.llm[stage] * llm for stage in range(layout.stages)]
-    costs[0] += 2.0 * model.patch * vision * patches
-    costs[layout.patches_end] += 2.0 * language * (vision + language) * patches  # the projector
+    costs[0] += model.embedding_operations(sum(load.patches))
+    costs[layout.patches_end] += model.projector_operations(sum(load.patches))
     costs[-1] += model.output_operations(sum(load.tokens))
     return costs
 
 
 def balanced_layout(model: Model, stages: int, load: Load) -> Layout:
     """The layout whose costliest stage is cheapest for a microbatch like `load`."""
-    return balanced(
-        stages=stages, vit_layers=model.vit.layers, llm_layers=model.llm.layers, vit_cost=model.vit.layer_operations(load.patches),
-        llm_cost=model.llm.layer_operations(load.tokens), head_cost=model.output_operations(sum(load.tokens)))
+    vit, llm = model.layers_operations(load)
+    return balanced(stages=stages, vit=vit, llm=llm)

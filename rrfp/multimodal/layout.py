@@ -103,24 +103,23 @@ def parse(text: str, *, ranks: int = 1, vit_layers: int | None = None, llm_layer
     return layout
 
 
-def balanced(*, stages: int, vit_layers: int, llm_layers: int, vit_cost: float = 1.0, llm_cost: float = 1.0, head_cost: float = 0.0) -> Layout:
+def balanced(*, stages: int, vit: Sequence[float], llm: Sequence[float]) -> Layout:
     """The layout whose costliest stage is cheapest, and among those the most even one (`best_cuts`).
 
     Args:
         stages: S.
-        vit_cost, llm_cost: of one layer; head_cost: of the output layer and the loss, which the last stage has beside its layers.
+        vit, llm: the cost of every layer, with what stands beside it wherever stages are cut.
 
     Raises:
         ConfigurationError: there are fewer layers than stages.
     """
-    costs = [vit_cost] * vit_layers + [llm_cost] * llm_layers
+    costs, border = [*vit, *llm], len(vit)
     if len(costs) < stages:
-        _refuse("", f"{vit_layers} + {llm_layers} layers can't fill {stages} stages; use fewer, or write the layout", value="balanced")
-    costs[-1] += head_cost
+        _refuse("", f"{len(vit)} + {len(llm)} layers can't fill {stages} stages; use fewer, or write the layout", value="balanced")
     ends = list(accumulate(best_cuts(costs, stages), initial=0))
-    vit = tuple(min(end, vit_layers) - min(begin, vit_layers) for begin, end in pairwise(ends))
-    llm = tuple(end - begin - v for (begin, end), v in zip(pairwise(ends), vit, strict=True))
-    return Layout(vit, llm, next(stage for stage, layers in enumerate(llm) if layers))
+    of_vit = tuple(min(end, border) - min(begin, border) for begin, end in pairwise(ends))
+    of_llm = tuple(end - begin - v for (begin, end), v in zip(pairwise(ends), of_vit, strict=True))
+    return Layout(of_vit, of_llm, next(stage for stage, layers in enumerate(of_llm) if layers))
 
 
 def embedding_ranks(layout: Layout, ranks: Sequence[int]) -> list[int]:

@@ -65,8 +65,6 @@ def fed(batches: Iterator[dict], *, by_size: bool, model: Model, microbatches: i
 
 def _operations(model: Model) -> Callable[[dict], float]:
     def operations(batch: dict) -> float:
-        load = batch["load"]
-        layers = model.vit.layers * model.vit.layer_operations(load.patches) + model.llm.layers * model.llm.layer_operations(load.tokens)
-        return layers + model.output_operations(sum(load.tokens))
+        return sum(map(sum, model.layers_operations(batch["load"])))
 
     return operations

@@ -1,5 +1,6 @@
 """One stage of a ViT + LLM as Megatron's schedules, DDP, optimizer and checkpoints want a model."""
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 
@@ -12,6 +13,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 
 from rrfp.errors import ConfigurationError
+from rrfp.multimodal.arguments import refuse_all_frozen
 from rrfp.multimodal.freezing import is_frozen, matched
 from rrfp.multimodal.language import LanguageSlice
 from rrfp.multimodal.layout import Layout
@@ -116,6 +118,30 @@ class VlmStage(MegatronModule):
                 name = name.replace("language.output_layer.weight", "language.embedding.word_embeddings.weight")
             if is_frozen(name, patterns, but=but):
                 parameter.requires_grad_(False)
+
+
+    def trained_share(self) -> float | None:
+        """The share of its layers' weights, by elements, whose gradients are computed; None if no parameter of the stage has one."""
+        tied = "output_layer" if self.share_embeddings_and_output_weights else "embedding"
+        weights = [p for name, p in self.named_parameters() if p.dim() > 1 and "embedding" not in name and tied not in name]
+        if not any(parameter.requires_grad for parameter in self.parameters()):
+            return None
+        return sum(p.numel() for p in weights if p.requires_grad) / max(sum(p.numel() for p in weights), 1)
+
+
+def trained_shares(stages: Sequence[VlmStage], group: torch.distributed.ProcessGroup) -> list[float | None]:
+    """`VlmStage.trained_share` of every stage of a pipeline. All its ranks call it alike, each with its chunks. group: the pipeline's.
+
+    Raises:
+        ConfigurationError: on every rank, if nothing trains.
+    """
+    mine = torch.tensor([math.nan if (share := stage.trained_share()) is None else share for stage in stages], dtype=torch.float64, device="cuda")
+    everyone = [torch.empty_like(mine) for _ in range(group.size())]
+    torch.distributed.all_gather(everyone, mine, group=group)
+    shares = [None if math.isnan(share) else share for chunk in zip(*(one.tolist() for one in everyone), strict=True) for share in chunk]
+    if all(share is None for share in shares):
+        refuse_all_frozen("--freeze")
+    return shares
 
 
 def check_patterns(stages: Sequence[VlmStage], freeze: Sequence[str], unfreeze: Sequence[str]) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from rrfp.errors import ConfigurationError
+from rrfp.multimodal.arguments import check_data
 from rrfp.multimodal.batch import IMAGE, Image, Sample, collate
 
 MARK = "<image>"
@@ -100,9 +101,7 @@ def microbatches(
         from rrfp.multimodal.energon import Encoder
     except ImportError as error:
         raise ConfigurationError(f"--vlm-data {path}: Megatron-Energon can't be imported ({error}): pip install 'rrfp[energon]'") from error
-    if not (Path(path) / ".nv-meta").is_dir():
-        raise ConfigurationError(
-            f"--vlm-data {path}: is neither digits, digits-blank nor a folder that `energon prepare` has indexed (docs/multimodal.md)")
+    check_data(str(path))
     read = functools.partial(read_sample, tokenize=tokenize, patch=collating["patch"], grid=grid, channels=channels)
     config = WorkerConfig(rank=replica, world_size=replicas, num_workers=workers, seed_offset=seed,
                           global_error_handler=reraise_exception)

@@ -59,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         {"show": _show, "build": _build, "run": _run}[options.command](options)
+    except BrokenPipeError:
+        raise  # nobody reads on: `rrfp.cli` ends the command quietly
     except (ConfigurationError, PipelineError, OSError) as error:
         print(f"rrfp program: {error}", file=sys.stderr, flush=True)
         return 2

@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_page(analyses, out, title=_name(options.directory), compare=compare,
                    compare_title=_name(options.compare or options.directory), failure=failure)
+    except BrokenPipeError:
+        raise  # nobody reads on: `rrfp.cli` ends the command quietly
     except (ConfigurationError, OSError) as error:
         print(f"rrfp report: {error}", file=sys.stderr)
         return 2

@@ -89,9 +89,8 @@ def _check(plan: Plan, options: argparse.Namespace) -> int:
 
 def _convert(plan: Plan, options: argparse.Namespace) -> int:
     check_file("OUT", options.out)
-    if options.generator is not None and options.generator not in (*lists.LISTS, *lists.PUBLISHED) and ":" not in options.generator:
-        raise ConfigurationError(f"--generator {options.generator}: makes no list; name one of {', '.join((*lists.LISTS, *lists.PUBLISHED))},"
-                                 " or module:function")
+    if options.generator is not None:
+        plan.check_generator(options.generator, source=f"--generator {options.generator}:")
     try:
         plan.check()
     except ConfigurationError as error:

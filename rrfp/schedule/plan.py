@@ -8,6 +8,7 @@ from pathlib import Path
 from rrfp.errors import ConfigurationError
 from rrfp.placement import Placement
 from rrfp.policy import BUILT_IN, RULES, SPLIT_ONLY, UNIT_DURATIONS, Policy, read_hint
+from rrfp.policy_rows import check_generator
 from rrfp.schedule.published import published_steps
 from rrfp.scheduler import lists
 from rrfp.scheduler.arbiter import Scheduler
@@ -56,9 +57,19 @@ class Plan:
         return self.placement == Placement.looped(self.placement.ranks, max(1, self.placement.stages // self.placement.ranks))
 
     def check(self) -> None:
-        """Raises ConfigurationError that names the first entry that cannot run."""
+        """Raises ConfigurationError that names the first entry that cannot run, or the generator that makes no list like it."""
         where = {} if self.file is None else {"where": self.file.where}
         check_rows(self.rows, self.pipeline, source=self.name, **where)
+        if self.file is not None and self.file.generator is not None:
+            self.check_generator(self.file.generator, source=f"{self.name}: its line generator={self.file.generator}")
+
+    def check_generator(self, name: str, *, source: str) -> None:
+        """Raises ConfigurationError if training would refuse `name` as the hint that makes this list for other numbers of microbatches.
+
+        `module:function` is left to training, which imports it.
+        """
+        if ":" not in name:
+            check_generator(name, split=self.split, source=source)
 
     @cached_property
     def result(self) -> Result:
@@ -171,11 +182,11 @@ def _from_file(name: str, *, ranks: int | None, chunks: int | None, microbatches
         raise ConfigurationError(f"{name}: stage {missing[0]} stands nowhere, and stage {max(owners)} does; number stages from 0 on")
     if idle := [rank for rank, row in enumerate(file.rows) if not row]:
         raise ConfigurationError(f"{name}: line {file.lines[idle[0]]} (rank {idle[0]}) holds no action; give every rank a stage")
-    try:
-        placement = Placement.of([owners[stage] for stage in range(len(owners))])
-    except ValueError:
-        stage, rank = next((a.stage, rank) for rank, row in enumerate(file.rows) for a in lists.actions_of(row) if owners[a.stage] != rank)
-        raise ConfigurationError(f"{name}: stage {stage} stands on rank {owners[stage]} and on rank {rank}; a stage lives on one") from None
+    if homeless := [rank for rank in range(len(file.rows)) if rank not in owners.values()]:
+        rank, stage = homeless[0], lists.actions_of(file.rows[homeless[0]])[0].stage
+        raise ConfigurationError(f"{name}: line {file.lines[rank]} (rank {rank}) holds stage {stage}, as line {file.lines[owners[stage]]} (rank"
+                                 f" {owners[stage]}) does; a stage lives on one rank, so give rank {rank} one of its own")
+    placement = Placement.of([owners[stage] for stage in range(len(owners))])
     for option, given, own in (("--ranks", ranks, placement.ranks), ("--chunks", chunks, placement.stages // placement.ranks),
                                ("--microbatches", microbatches, file.microbatches)):
         if given not in (None, own):

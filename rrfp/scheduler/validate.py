@@ -72,9 +72,12 @@ def _check_row(dependencies: Dependencies, row: Row, homes: Mapping[Action, int]
             why = f"belongs to rank {home}"
             if home is None:
                 why = "is no action of this call (stage, microbatch and kind must exist)"
-            if action.kind in ("I", "W") and action._replace(kind="B") in dependencies.tasks:
-                raise ConfigurationError(f"{here} is half of a split backward, and this run's is whole; split it, or write"
-                                         f" {action._replace(kind='B')}")
+            whole = action._replace(kind="B")
+            if action.kind in ("I", "W") and whole in dependencies.tasks:
+                if whole in actions_of(row):
+                    raise ConfigurationError(f"{here} is half of the backward that {whole} in this row is the whole of; list {whole}, or"
+                                             f" {action._replace(kind='I')} and {action._replace(kind='W')}, not both")
+                raise ConfigurationError(f"{here} is half of a split backward, and this run's is whole; split it, or write {whole}")
             raise ConfigurationError(f"{here} {why}; remove it")
         for before in dependencies.tasks[action].after:
             # A tie counts as order: what it needs must stand earlier, or in the same group, but before it.

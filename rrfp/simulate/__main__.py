@@ -2,7 +2,7 @@
 
 import sys
 
-from rrfp.simulate.command import main
+from rrfp.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["simulate", *sys.argv[1:]]))

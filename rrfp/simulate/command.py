@@ -113,6 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         _run(options)
+    except BrokenPipeError:
+        raise  # nobody reads on: `rrfp.cli` ends the command quietly
     except (ConfigurationError, OSError) as error:
         print(f"rrfp simulate: {error}", file=sys.stderr)
         return 2

@@ -33,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_chrome(timeline, target, calls=None if options.call is None else [options.call])
             _report(title, timeline)
             print(f"trace: {target} (open it at https://ui.perfetto.dev)")
+    except BrokenPipeError:
+        raise  # nobody reads on: `rrfp.cli` ends the command quietly
     except (ConfigurationError, OSError) as error:
         print(f"rrfp trace: {error}", file=sys.stderr)
         return 2

@@ -11,7 +11,7 @@ import pytest
 
 from rrfp import cli
 from rrfp.balance.arguments import read_model
-from rrfp.balance.command import main, report
+from rrfp.balance.command import main
 from rrfp.balance.layout import best_cuts, even_layout, parse_layout, unroll, write_layout
 from rrfp.balance.table import balance
 from rrfp.errors import ConfigurationError
@@ -161,9 +161,9 @@ def test_a_suggested_layout_is_no_worse_and_is_one_of_megatrons(capsys):
     assert chosen.busiest.share <= by_hand.busiest.share
 
 
-def test_chunks_are_named_with_their_ranks():
-    text = "\n".join(report([*TINY, *CASES["chunks"]]))
-    assert "stage  rank" in text and len(read_model([*TINY, *CASES["chunks"]]).stages) == 4
+def test_chunks_are_named_with_their_ranks(capsys):
+    assert main([*TINY, *CASES["chunks"]]) == 0
+    assert "stage  rank" in capsys.readouterr().out and len(read_model([*TINY, *CASES["chunks"]]).stages) == 4
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
@@ -177,6 +177,7 @@ def test_chunks_are_named_with_their_ranks():
     (["--multi-latent-attention"], "--multi-latent-attention: its layers are not counted here"),
     (["--num-experts", "4", "--moe-layer-freq", "([0]*1)"], "--moe-layer-freq ([0]*1): must be a number, or a list of 4 zeros and ones"),
     (["--num-experts", "4", "--moe-layer-freq", "exit()"], "--moe-layer-freq exit(): must be"),
+    (["--images", "2"], "--images: these arguments have no vision tower (--vit-num-layers); leave it out"),
     (["--suggest", "--pipeline-model-parallel-size", "9"], "layers can't fill 9 stages"),
 ])
 def test_refusals(arguments, says):

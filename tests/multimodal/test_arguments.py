@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from rrfp.errors import ConfigurationError
-from rrfp.multimodal.arguments import add_arguments, check, layout_of, with_layout
+from rrfp.multimodal.arguments import add_arguments, check, check_given, layout_of, with_layout
 from rrfp.multimodal.freezing import is_frozen, matched
 from rrfp.multimodal.layout import parse
 
@@ -36,6 +36,23 @@ def test_the_balanced_layout_is_added_and_a_given_one_kept():
         with_layout([*argv, "--vlm-layout", "v|v|t"])
     with pytest.raises(ConfigurationError, match="can't fill 16 stages"):
         with_layout([*SIZES, "--pipeline-model-parallel-size", "16"])
+
+
+@pytest.mark.parametrize("words, refusal", [
+    ("--vlm-data=/nonexistent", "--vlm-data /nonexistent: is neither digits, digits-blank nor a folder"),
+    ("--freeze vit all --lr 1", "--freeze all: leaves nothing to train; take something out with --unfreeze"),
+    ("--freeze all --unfreeze [", r"--unfreeze \[: is no regular expression"),
+])
+def test_what_is_refused_before_anything_starts(words, refusal):
+    with pytest.raises(ConfigurationError, match=refusal) as error:
+        check_given([*SIZES, *words.split()])
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_right_passes_before_anything_starts(tmp_path):
+    (tmp_path / ".nv-meta").mkdir()
+    for words in ("--freeze vit projector", "--freeze all --unfreeze layernorm", f"--vlm-data {tmp_path}", "--vlm-data digits-blank", ""):
+        check_given([*SIZES, *words.split()])
 
 
 def test_the_image_token_is_the_last_id_of_the_vocabulary():

@@ -14,7 +14,8 @@ from rrfp.multimodal.digits import NAMES, PHOTOGRAPHS, Digits
 from rrfp.multimodal.layout import parse
 from rrfp.multimodal.loader import fed, microbatches
 from rrfp.placement import Placement
-from rrfp.policy import HintContext
+from rrfp.policy import HintContext, Policy, register_hint
+from rrfp.simulate.costs import Costs
 
 TOWER = Tower(2, Shape(hidden=8, attention=Attention(heads=2, groups=2, head=4), feedforward=Feedforward(width=32)))
 MODEL = Model(vit=TOWER, llm=TOWER, vocabulary=64, patch=4)
@@ -156,6 +157,42 @@ def test_the_hint_of_known_costs_follows_the_data():
             actions = [str(action) for group in row for action in group]
             assert sorted(actions) == sorted(f"{rank}{kind}{m}" for kind in "FB" for m in range(6))
     assert even != uneven, "the negative control: were costs not looked at, the rows would be equal"
+
+
+def test_the_hint_of_known_costs_follows_what_is_frozen():
+    """Stages 0 and 1 run forwards only; stage 3, frozen too, computes the gradient of its input; of stage 4 a quarter trains."""
+    placement, trained = Placement.looped(5), [None, None, 1.0, None, 0.25]
+    for split, limits in ((False, (5, 4, 3, 2, 1)), (True, (10,) * 5)):
+        context = HintContext(placement, 12, limits, split)
+        costs = [[1.0, 1.0, 2.0 + m % 3, 1.0, 3.0] for m in range(12)]
+        everything, ours = hint.rows_for(context, costs), hint.rows_for(context, costs, trained)
+        assert ours[2:] != everything[2:], "the negative control: were it not looked at, the order of what trains would be the same"
+        # The order of a simulation with such costs, in which frozen actions don't exist.
+        kinds = {"F": 1.0, "I": 1.0, "W": None} if split else {"F": 1.0, "B": None}
+        durations = {}
+        for (kind, share), stage, m in itertools.product(kinds.items(), range(5), range(12)):
+            weight = {"B": 1 + (trained[stage] or 0), "W": trained[stage]}.get(kind, share)
+            if kind == "F" or (stage >= 2 and weight):
+                durations[kind, stage, m] = weight * costs[m][stage]
+        simulated = Costs(5, 1, 12, durations, {}).simulate(Policy(hint="alt", limit="2p" if split else "1f1b", split=split))
+        for rank, row in enumerate(ours):
+            actions = [action for group in row for action in group]
+            assert len(actions) == len(set(actions)) == 12 * (3 if split else 2), "a list holds every action"
+            assert [action for action in actions if tuple(action) in durations] == simulated.rows[rank]
+        # Whole lists run, within the limits: strict mode obeys them.
+        register_hint("known-costs-of-test-data", lambda context: hint.rows_for(context, costs, trained))
+        policy = Policy(hint="known-costs-of-test-data", mode="strict", limit="2p" if split else "1f1b", split=split)
+        assert policy.list_for(placement, 12) == ours
+
+
+def test_a_hint_of_known_costs_where_chunks_are_frozen_can_run():
+    trained = [None, None, None, 1.0, 0.0, 1.0]
+    for frozen in (trained, [None] * 6):
+        register_hint("known-costs-of-test-data", lambda context: hint.rows_for(context, [[1.0] * 6] * 4, frozen))
+        for split in (False, True):
+            schedulers = [Policy(hint="known-costs-of-test-data", limit="9", split=split).scheduler(Placement.looped(2, 3), rank, 4)
+                          for rank in range(2)]
+            assert all(scheduler.digest for scheduler in schedulers)
 
 
 def test_the_hint_without_data_is_refused(monkeypatch):

@@ -1,5 +1,7 @@
 """Which layers each stage has: the notation, what is refused, the balanced layout, and what the stages cost."""
 
+from dataclasses import replace
+
 import pytest
 
 from rrfp.balance.arguments import read_model
@@ -65,10 +67,10 @@ def test_the_balanced_layout_has_the_cheapest_costliest_stage():
                 return max([*per_stage[:-1], per_stage[-1] + head])
 
             best = min(worst(layout) for layout in every_layout(stages, 3, 4))
-            found = balanced(stages=stages, vit_layers=3, llm_layers=4, vit_cost=vit, llm_cost=llm, head_cost=head)
+            found = balanced(stages=stages, vit=[vit] * 3, llm=[llm] * 3 + [llm + head])
             assert worst(found) == best, (stages, costs, str(found))
     with pytest.raises(ConfigurationError, match="can't fill 8 stages"):
-        balanced(stages=8, vit_layers=3, llm_layers=4)
+        balanced(stages=8, vit=[1.0] * 3, llm=[1.0] * 4)
 
 
 def every_layout(stages, vit_layers, llm_layers):
@@ -108,6 +110,23 @@ def test_where_all_images_are_alike_stages_cost_what_rrfp_balance_says():
     rows = balance(read_model(arguments, images=(2,))).rows
     ours = stage_operations(MODEL, parse("vv|vvt|tt|ttt"), Load((9, 9), (20 + 2 * 9,)))
     assert ours == pytest.approx([row.operations["2 images"] for row in rows])
+
+
+def test_the_patch_embedding_and_the_projector_count_when_stages_are_cut():
+    """Against every layout there is, by what all of a stage costs; with both made heavy, so that leaving one out would show."""
+    load = Load((9,) * 4, (40,))
+    for model in (MODEL, replace(MODEL, patch=4000), replace(MODEL, llm=replace(MODEL.llm, shape=replace(LLM, hidden=512)))):
+        for stages in (2, 3, 4, 5):
+            best = min(max(stage_operations(model, layout, load)) for layout in every_layout(stages, 4, 6))
+            assert max(stage_operations(model, balanced_layout(model, stages, load), load)) == pytest.approx(best)
+    # The negative control: a heavy embedding leaves its stage fewer layers than a light one does.
+    light, heavy = (balanced_layout(replace(MODEL, patch=patch), 3, load) for patch in (12, 4000))
+    assert heavy.vit[0] < light.vit[0]
+
+
+def test_all_layers_together_cost_what_the_stages_do():
+    load = Load((4, 9), (20,))
+    assert sum(map(sum, MODEL.layers_operations(load))) == pytest.approx(sum(stage_operations(MODEL, parse("vv|vv|ttt|ttt"), load)))
 
 
 def test_text_alone_costs_nothing_on_the_vit():

@@ -16,10 +16,12 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
 
 from rrfp.comm.zmq_transport import ZmqTransport  # noqa: E402
+from rrfp.errors import ConfigurationError  # noqa: E402
 from rrfp.megatron import runtime as runtimes  # noqa: E402
 from rrfp.megatron.frozen import FrozenPrefix  # noqa: E402
 from rrfp.megatron.split_backward import SplitChunk  # noqa: E402
 from rrfp.multimodal.layout import embedding_ranks, parse  # noqa: E402
+from rrfp.multimodal.stage import trained_shares  # noqa: E402
 from rrfp.multimodal.step import forward_step  # noqa: E402
 from rrfp.scheduler.arbiter import Scheduler  # noqa: E402
 
@@ -174,6 +176,16 @@ def evaluates(*, counts, microbatches):
         results.append(vlm.step(function, model, optimizer, vlm.iterators(model, counts), microbatches, forward_only=True))
     assert all("right captions" in entry for entry in results[0]["losses"])
     return gpt.difference(*results)
+
+
+@job
+def trained(**settings):
+    """What every stage trains, or the refusal."""
+    model, _, _ = model_for(**settings)
+    try:
+        return trained_shares([vlm.stage_of(chunk) for chunk in vlm.chunks_of(model)], parallel_state.get_pipeline_model_parallel_group())
+    except ConfigurationError as error:
+        return str(error)
 
 
 @job

@@ -99,6 +99,15 @@ def test_check_gives_one_line(capsys, arguments, verdict):
     ("0F0,0F1,0B0,0B1\n1F0,1F1,1B0\n", "cannot run: line 2, column 4, rank 1, position 3: the row ends without 1B1 (1 missing)"),
     ("0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1,0F1\n", "cannot run: line 2, column 5, rank 1, position 4: 0F1 belongs to rank 0; remove it"),
     ("0F0,0I0,0F1,0B1,0W0\n", "runs: 1 rank, 2 microbatches, some backwards split into I and W; makespan 6, bubble 0.0%, in flight 2, pending W 1"),
+    ("0F0,0B0,0I0,0W0\n", "cannot run: line 1, column 3, rank 0, position 2: 0I0 is half of the backward that 0B0 in this row is the whole of; list 0B0, "
+     "or 0I0 and 0W0, not both"),
+    ("0F0,0I0,0W0\n1F0,1I0,1B0,1W0\n", "cannot run: line 2, column 2, rank 1, position 1: 1I0 is half of the backward that 1B0"),
+    ("0F0,0B0\n0F1,0B1\n", "cannot run: line 2 (rank 1) holds stage 0, as line 1 (rank 0) does; a stage lives on one rank, so give rank 1 one"),
+    ("0F0,0B0\n\n0F1,0B1\n1F0,1B0\n", "cannot run: line 3 (rank 1) holds stage 0, as line 1 (rank 0) does"),
+    ("# rrfp: generator=nosuch\n0F0,0B0\n", "cannot run: its line generator=nosuch names no list; name one of 1f1b, gpipe"),
+    ("# rrfp: generator=zb-h1\n0F0,0B0\n", "cannot run: its line generator=zb-h1 names a list with a backward split into I and W, and here"),
+    ("# rrfp: generator=zb-h1\n0F0,0I0,0W0\n", "runs: 1 rank, 1 microbatch, backward split into I and W"),
+    ("# rrfp: generator=lists_of_mine:make\n0F0,0B0\n", "runs: 1 rank, 1 microbatch, backward whole"),
     ("0F0,0Q0\n", "cannot run: line 1, column 2, rank 0, position 1: '0Q0': there is no kind Q; use F, B, I or W"),
     ("0F0,0B0\n2F0,2B0\n", "cannot run: stage 1 stands nowhere, and stage 2 does; number stages from 0 on"),
     ("0F0,0B0\n,,\n", "cannot run: line 2 (rank 1) holds no action; give every rank a stage"),
@@ -162,7 +171,8 @@ def test_convert_refuses_what_cannot_run(capsys, tmp_path):
     ("check FILE --split", "--split: FILE is a file, which says itself what runs; leave the option out"),
     ("check 1f1b --ranks 2 --microbatches 2 --limit lots", "--rrfp-limit lots: must be one of auto, 1f1b, eager"),
     ("convert FILE /nowhere/out.csv", "OUT /nowhere/out.csv: there is no directory /nowhere"),
-    ("convert FILE OUT --generator fill", "--generator fill: makes no list; name one of 1f1b, gpipe"),
+    ("convert FILE OUT --generator fill", "--generator fill: names no list; name one of 1f1b, gpipe"),
+    ("convert FILE OUT --generator zb-h1", "--generator zb-h1: names a list with a backward split into I and W"),
     ("show FILE --picture out.jpg", "--picture out.jpg: is a PNG; give it a name that ends in .png"),
 ])
 def test_refusals_name_the_option(capsys, tmp_path, arguments, message):

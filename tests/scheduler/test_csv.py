@@ -201,7 +201,7 @@ def test_a_generator_may_be_imported(file, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name, message", [
     ("fill", "its line generator=fill names no list; name one of 1f1b, gpipe"), ("nonsense", "its line generator=nonsense names no list"),
-    ("zb-h1", "--rrfp-hint zb-h1: needs a backward split")])
+    ("zb-h1", "its line generator=zb-h1 names a list with a backward split into I and W, and here backwards are whole")])
 def test_a_generator_must_make_a_list_for_this_run(file, name, message):
     file.write_text(f"# rrfp: generator={name}\n" + LIST)
     with pytest.raises(ConfigurationError, match=message):

@@ -90,6 +90,28 @@ def test_dry_runs(row, capsys):
     assert ("8 images" in table) == (kind == "vlm")
 
 
+def test_a_dry_run_takes_the_options_of_rrfp_balance(capsys, tmp_path):
+    figures = tmp_path / "figures.json"
+    assert recipe.main(["vlm", "--dry-run", "--images", "3", "5", "--lr", "1", "--suggest", "--json", str(figures)]) == 0
+    command, _, table = capsys.readouterr().out.partition("\n\n")
+    assert "FLOP 3 images" in table and "FLOP 5 images" in table and "2.5 images" not in table and "layout whose busiest stage is lightest" in table
+    assert "--lr 1" in command and not any(option in command for option in ("--images", "--suggest", "--json")) and figures.is_file()
+
+
+def test_images_of_a_model_without_a_vision_tower_are_refused(capsys):
+    assert recipe.main(["gpt", "--preset", "gpt3-large", "--dry-run", "--images", "2"]) == 2
+    assert capsys.readouterr().err == "rrfp: --images: these arguments have no vision tower (--vit-num-layers); leave it out\n"
+
+
+def test_a_dry_run_that_nobody_reads_on_ends_quietly():
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, str(ROOT / "scripts/recipe.py"), "vlm", "--dry-run"], stdout=writer, stderr=subprocess.PIPE, text=True,
+                          timeout=120)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_tensor_parallel_heads_divide():
     """InternViT's 25 heads can't be halved."""
     for row in ROWS:
@@ -144,9 +166,19 @@ def test_several_machines_need_their_names(capsys, monkeypatch):
     (["gpt", "--preset", "gpt5"], "--preset gpt5: no such preset; choose one of tiny, gpt3-large"),
     (["gpt", "--preset", "qwen3-1.7b+vit-h"], "is for scripts/pretrain_vlm.sh"),
     (["gpt", "--preset", "gpt3-large:4/4/4"], "is not prepared for that TP/PP/DP; choose one of 1/8/1, 1/16/1, 2/8/1, 2/16/1"),
-    (["gpt", "--preset"], "--preset : no such preset"),
+    (["gpt", "--preset"], "--preset: needs a name behind it; choose one of tiny, gpt3-large"),
+    (["vlm", "--preset", "--dry-run"], "--preset: needs a name behind it; choose one of tiny, llama3-70b+vit-22b"),
+    (["gpt", "--preset=", "--cpu"], "--preset: needs a name behind it"),
+    (["gpt", "--dry-run=yes"], "--dry-run=yes: takes no value; give --dry-run, or leave it out"),
+    (["gpt", "--presets", "--dry-run"], "--presets: prints a list and does nothing else; give it alone"),
+    (["vlm", "--cpu", "--images", "2"], "--images: says what --dry-run shows; add --dry-run, or leave it out"),
+    (["gpt", "--suggest"], "--suggest: says what --dry-run shows; add --dry-run"),
+    (["gpt", "--json", "x.json"], "--json: says what --dry-run shows; add --dry-run"),
     (["gpt", "--preset", "gpt3-large", "--tensor-model-parallel-size", "two"], "--tensor-model-parallel-size two: must be a whole number"),
     (["vlm", "--preset", "qwen3-1.7b+vit-h"], "--preset qwen3-1.7b+vit-h: trains on your images; give --vlm-data"),
+    (["vlm", "--vlm-data", "/nonexistent"], "--vlm-data /nonexistent: is neither digits, digits-blank nor a folder that `energon prepare` has indexed"),
+    (["vlm", "--cpu", "--freeze", "all"], "--freeze all: leaves nothing to train; take something out with --unfreeze, or freeze less"),
+    (["vlm", "--cpu", "--freeze", "("], "--freeze (: is no regular expression"),
     (["rnn"], "rnn: must be gpt or vlm"),
     ([], "nothing: must be gpt or vlm"),
 ])
