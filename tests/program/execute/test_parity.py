@@ -47,7 +47,7 @@ def test_where_the_order_is_kept_every_bit_is(groups, name, seed):
     assert found == 0
 
 
-@pytest.mark.parametrize("parallel", ["zero1", "zero2", "ep"])
+@pytest.mark.parametrize("parallel", ["zero1", "zero2", "zero3", "ep"])
 @pytest.mark.parametrize("name, tied, frozen", [("zb-1", True, True), ("1f1b", False, True)])
 def test_tied_and_frozen_parameters(groups, name, parallel, tied, frozen, seed):
     options = PARALLEL[parallel]
