@@ -16,7 +16,18 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import arguments, get_args, get_tokenizer, pretrain
 
 from rrfp.multimodal import hint, loader, webdataset
-from rrfp.multimodal.arguments import BUILT_IN, add_arguments, check, check_given, config_of_llm, config_of_vit, layout_of, model_of, with_layout
+from rrfp.multimodal.arguments import (
+    BUILT_IN,
+    add_arguments,
+    check,
+    check_given,
+    config_of_llm,
+    config_of_vit,
+    layout_of,
+    model_of,
+    refuse_all_frozen,
+    with_layout,
+)
 from rrfp.multimodal.batch import parts_of
 from rrfp.multimodal.digits import Digits
 from rrfp.multimodal.layout import embedding_ranks
@@ -66,6 +77,8 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
         check_patterns(_chunks, args.freeze, args.unfreeze)
         _trained[:] = trained_shares(_chunks, parallel_state.get_pipeline_model_parallel_group())
         _chunks.clear()
+        if all(share is None for share in _trained):
+            refuse_all_frozen(args.freeze)
     return stage
 
 

@@ -64,7 +64,7 @@ def check_given(argv: Sequence[str]) -> None:
     given, _ = parser.parse_known_args(argv)
     is_frozen("", given.freeze, but=given.unfreeze)
     if "all" in given.freeze and not given.unfreeze:
-        refuse_all_frozen("--freeze all")
+        refuse_all_frozen(given.freeze)
     if given.vlm_data is not None:
         check_data(given.vlm_data)
 
@@ -76,9 +76,10 @@ def check_data(text: str) -> None:
             f"--vlm-data {text}: is neither {', '.join(BUILT_IN)} nor a folder that `energon prepare` has indexed (docs/multimodal.md)")
 
 
-def refuse_all_frozen(what: str) -> NoReturn:
-    """Raises ConfigurationError. what: froze everything."""
-    raise ConfigurationError(f"{what}: leaves nothing to train; take something out with --unfreeze, or freeze less, for example --freeze vit projector")
+def refuse_all_frozen(freeze: Sequence[str]) -> NoReturn:
+    """Raises ConfigurationError. freeze: what has frozen everything."""
+    raise ConfigurationError(f"--freeze {' '.join(freeze)}: leaves nothing to train; take something out with --unfreeze, or freeze less, for example "
+                             "--freeze vit projector")
 
 
 def with_layout(argv: Sequence[str]) -> list[str]:

@@ -13,7 +13,6 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 
 from rrfp.errors import ConfigurationError
-from rrfp.multimodal.arguments import refuse_all_frozen
 from rrfp.multimodal.freezing import is_frozen, matched
 from rrfp.multimodal.language import LanguageSlice
 from rrfp.multimodal.layout import Layout
@@ -130,18 +129,11 @@ class VlmStage(MegatronModule):
 
 
 def trained_shares(stages: Sequence[VlmStage], group: torch.distributed.ProcessGroup) -> list[float | None]:
-    """`VlmStage.trained_share` of every stage of a pipeline. All its ranks call it alike, each with its chunks. group: the pipeline's.
-
-    Raises:
-        ConfigurationError: on every rank, if nothing trains.
-    """
+    """`VlmStage.trained_share` of every stage of a pipeline. All its ranks call it alike, each with its chunks. group: the pipeline's."""
     mine = torch.tensor([math.nan if (share := stage.trained_share()) is None else share for stage in stages], dtype=torch.float64, device="cuda")
     everyone = [torch.empty_like(mine) for _ in range(group.size())]
     torch.distributed.all_gather(everyone, mine, group=group)
-    shares = [None if math.isnan(share) else share for chunk in zip(*(one.tolist() for one in everyone), strict=True) for share in chunk]
-    if all(share is None for share in shares):
-        refuse_all_frozen("--freeze")
-    return shares
+    return [None if math.isnan(share) else share for chunk in zip(*(one.tolist() for one in everyone), strict=True) for share in chunk]
 
 
 def check_patterns(stages: Sequence[VlmStage], freeze: Sequence[str], unfreeze: Sequence[str]) -> None:

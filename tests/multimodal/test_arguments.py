@@ -40,7 +40,7 @@ def test_the_balanced_layout_is_added_and_a_given_one_kept():
 
 @pytest.mark.parametrize("words, refusal", [
     ("--vlm-data=/nonexistent", "--vlm-data /nonexistent: is neither digits, digits-blank nor a folder"),
-    ("--freeze vit all --lr 1", "--freeze all: leaves nothing to train; take something out with --unfreeze"),
+    ("--freeze vit all --lr 1", "--freeze vit all: leaves nothing to train; take something out with --unfreeze"),
     ("--freeze all --unfreeze [", r"--unfreeze \[: is no regular expression"),
 ])
 def test_what_is_refused_before_anything_starts(words, refusal):

@@ -73,7 +73,8 @@ def test_log_and_checkpoints_are_those_of_megatron(server, tmp_path, full, ranks
 @pytest.mark.parametrize("layout, more, refusal", [
     ("vv|vv|tttt", [], "has 3 stages, no multiple of --pipeline-model-parallel-size 2"),
     ("vvvv|tttt", ["--freeze", "vit", "language.decodr"], "--freeze language.decodr: means no parameter; give vit, projector, llm, all, or"),
-], ids=["layout", "freeze"])
+    ("vvvv|tttt", ["--freeze", "vision", "^l"], "--freeze vision ^l: leaves nothing to train; take something out with --unfreeze, or freeze less"),
+], ids=["layout", "freeze", "nothing-trains"])
 def test_a_refusal_is_one_line(server, tmp_path, layout, more, refusal):
     run = server.run("rrfp", tmp_path, *vlm(layout, *more), ranks=2, codes=[2, 2])
     (line,) = [line for line in run.outputs[0].splitlines() if line.startswith("rrfp: ")]

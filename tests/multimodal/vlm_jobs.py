@@ -16,7 +16,6 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
 
 from rrfp.comm.zmq_transport import ZmqTransport  # noqa: E402
-from rrfp.errors import ConfigurationError  # noqa: E402
 from rrfp.megatron import runtime as runtimes  # noqa: E402
 from rrfp.megatron.frozen import FrozenPrefix  # noqa: E402
 from rrfp.megatron.split_backward import SplitChunk  # noqa: E402
@@ -180,12 +179,9 @@ def evaluates(*, counts, microbatches):
 
 @job
 def trained(**settings):
-    """What every stage trains, or the refusal."""
+    """What every stage trains."""
     model, _, _ = model_for(**settings)
-    try:
-        return trained_shares([vlm.stage_of(chunk) for chunk in vlm.chunks_of(model)], parallel_state.get_pipeline_model_parallel_group())
-    except ConfigurationError as error:
-        return str(error)
+    return trained_shares([vlm.stage_of(chunk) for chunk in vlm.chunks_of(model)], parallel_state.get_pipeline_model_parallel_group())
 
 
 @job
