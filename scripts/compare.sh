@@ -35,7 +35,8 @@ done
 for argument in "$@"; do
     case ${argument%%=*} in
     --modes | --iterations | --warm-up | --repeats | --out | --timeout)
-        echo "rrfp: $argument: is an option of the comparison; write those before a --, for example bash scripts/compare.sh $kind --repeats 3 -- --cpu" >&2
+        echo "rrfp: $argument: is an option of the comparison; write those before a --, for example bash scripts/compare.sh $kind" \
+            "--repeats 3 -- --cpu" >&2
         exit 2
         ;;
     esac

@@ -119,8 +119,8 @@ def check_command(command: Sequence[str]) -> None:
     for word in command:
         option = word.partition("=")[0]
         if option in TRAINLESS:
-            raise ConfigurationError(f"{option} in the command: it trains nothing then, and there is nothing to compare; leave it out, or run by itself"
-                                     f" `{shlex.join(command)}`")
+            raise ConfigurationError(f"{option} in the command: it trains nothing then, and there is nothing to compare; leave it out, or run by"
+                                     f" itself `{shlex.join(command)}`")
         if option in CHOSEN:
             raise ConfigurationError(f"{option} in the command: the comparison gives it to every run by itself; leave it out (--modes chooses)")
         if option == "--save":

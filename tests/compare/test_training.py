@@ -175,8 +175,8 @@ def test_the_log_is_read_whole():
     ([], "no command"),
     (["--", "x", "--rrfp-hint", "bf"], "--rrfp-hint in the command: the comparison gives it"),
     (["--", "x", "--save=there"], "--save in the command: every run would write there"),
-    (["--", "bash", "my run.sh", "--dry-run"], "--dry-run in the command: it trains nothing then, and there is nothing to compare; leave it out, or run "
-     "by itself `bash 'my run.sh' --dry-run`"),
+    (["--", "bash", "my run.sh", "--dry-run"], "--dry-run in the command: it trains nothing then, and there is nothing to compare; leave it out, or "
+     "run by itself `bash 'my run.sh' --dry-run`"),
     (["--", "x", "--presets"], "--presets in the command: it trains nothing then"),
     (["--", "x", "-h"], "-h in the command: it trains nothing then"),
     (["--modes", "torch-1f1b", "--", "x"], "--modes torch-1f1b: is no mode of a training"),
@@ -217,8 +217,9 @@ def test_compare_sh_tells_its_options_from_the_trainings(tmp_path):
     script = str(scripts / "pretrain_gpt.sh")
     assert run("gpt", "--cpu", "--lr", "1") == (0, ["-m", "rrfp", "compare-training", "--", "bash", script, "--cpu", "--lr", "1"], "")
     for option in ("--repeats", "--iterations=20"):
-        assert run("gpt", "--cpu", option, "3") == (2, [], f"rrfp: {option}: is an option of the comparison; write those before a --, for example bash "
-                                                    "scripts/compare.sh gpt --repeats 3 -- --cpu\n")
+        status, said, refusal = run("gpt", "--cpu", option, "3")
+        assert (status, said) == (2, []) and refusal == (f"rrfp: {option}: is an option of the comparison; write those before a --, for example bash "
+                                                         "scripts/compare.sh gpt --repeats 3 -- --cpu\n")
     assert run("gpt", "--repeats", "3", "--", "--cpu")[1] == ["-m", "rrfp", "compare-training", "--repeats", "3", "--", "bash", script, "--cpu"]
     words = run("stages", "--stages", "8")[1]
     assert words[:4] == ["-m", "rrfp", "compare", "--explain"] and words[-2:] == ["--stages", "8"]

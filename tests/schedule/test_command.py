@@ -99,8 +99,8 @@ def test_check_gives_one_line(capsys, arguments, verdict):
     ("0F0,0F1,0B0,0B1\n1F0,1F1,1B0\n", "cannot run: line 2, column 4, rank 1, position 3: the row ends without 1B1 (1 missing)"),
     ("0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1,0F1\n", "cannot run: line 2, column 5, rank 1, position 4: 0F1 belongs to rank 0; remove it"),
     ("0F0,0I0,0F1,0B1,0W0\n", "runs: 1 rank, 2 microbatches, some backwards split into I and W; makespan 6, bubble 0.0%, in flight 2, pending W 1"),
-    ("0F0,0B0,0I0,0W0\n", "cannot run: line 1, column 3, rank 0, position 2: 0I0 is half of the backward that 0B0 in this row is the whole of; list 0B0, "
-     "or 0I0 and 0W0, not both"),
+    ("0F0,0B0,0I0,0W0\n", "cannot run: line 1, column 3, rank 0, position 2: 0I0 is half of the backward that 0B0 in this row is the whole of; list "
+     "0B0, or 0I0 and 0W0, not both"),
     ("0F0,0I0,0W0\n1F0,1I0,1B0,1W0\n", "cannot run: line 2, column 2, rank 1, position 1: 1I0 is half of the backward that 1B0"),
     ("0F0,0B0\n0F1,0B1\n", "cannot run: line 2 (rank 1) holds stage 0, as line 1 (rank 0) does; a stage lives on one rank, so give rank 1 one"),
     ("0F0,0B0\n\n0F1,0B1\n1F0,1B0\n", "cannot run: line 3 (rank 1) holds stage 0, as line 1 (rank 0) does"),

@@ -176,7 +176,7 @@ def test_several_machines_need_their_names(capsys, monkeypatch):
     (["gpt", "--json", "x.json"], "--json: says what --dry-run shows; add --dry-run"),
     (["gpt", "--preset", "gpt3-large", "--tensor-model-parallel-size", "two"], "--tensor-model-parallel-size two: must be a whole number"),
     (["vlm", "--preset", "qwen3-1.7b+vit-h"], "--preset qwen3-1.7b+vit-h: trains on your images; give --vlm-data"),
-    (["vlm", "--vlm-data", "/nonexistent"], "--vlm-data /nonexistent: is neither digits, digits-blank nor a folder that `energon prepare` has indexed"),
+    (["vlm", "--vlm-data", "/nonexistent"], "--vlm-data /nonexistent: is neither digits, digits-blank nor a folder that `energon prepare`"),
     (["vlm", "--cpu", "--freeze", "all"], "--freeze all: leaves nothing to train; take something out with --unfreeze, or freeze less"),
     (["vlm", "--cpu", "--freeze", "("], "--freeze (: is no regular expression"),
     (["rnn"], "rnn: must be gpt or vlm"),
