@@ -2,8 +2,6 @@
 
 import socket
 
-_held: list[socket.socket] = []
-
 
 def reserve_port() -> int:
     """A TCP port of this host that nobody else is given until this process ends; a server may bind it by its number.
@@ -27,5 +25,6 @@ def reserve_port() -> int:
     except OSError:
         holder.close()
         raise
-    _held.append(holder)
-    return holder.getsockname()[1]
+    port = holder.getsockname()[1]
+    holder.detach()  # the descriptor stays open as long as the process
+    return port

@@ -402,7 +402,7 @@ class Engine:
 
     def fail(self, error: BaseException) -> bool:
         """Latch `error` as this rank's failure and tell all peers. False if a failure is known already: then they know too."""
-        where = str(self.running) if self.running is not None else f"call {self.call}"
+        where = str(self.running) if self.running is not None else f"call {self.call}" if self.call >= 0 else "before its first call"
         # One line; the rest of a long message, such as a hang report, is in the traceback.
         text = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
         failure = Failure(self.rank, where, text, "".join(traceback.format_exception(error)))
