@@ -89,8 +89,8 @@ def value(line: str, name: str) -> float | None:
 class Trainings:
     """Jobs of one script's server, with arguments that all of them share."""
 
-    def __init__(self, script: Path, arguments: list[str]):
-        self._server, self._arguments = job.server(script), arguments
+    def __init__(self, script: Path, arguments: list[str], *, untouched: bool = True):
+        self._server, self._arguments = job.server(script, untouched=untouched), arguments
 
     def run(
         self,

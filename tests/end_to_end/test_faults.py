@@ -37,7 +37,7 @@ def data() -> list[str]:
 
 @pytest.fixture(scope="module")
 def server():
-    return job.server(SCRIPT)
+    return job.server(SCRIPT, untouched=False)  # 1F1B, too, runs under `python -m rrfp` here
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ WAYS = ("1f1b", "rrfp")
 
 @pytest.fixture(scope="module")
 def server():
-    return Trainings(SCRIPT, [*pretrain_gpt_job.make_data(), "--train-iters", "4"])
+    return Trainings(SCRIPT, [*pretrain_gpt_job.make_data(), "--train-iters", "4"], untouched=False)
 
 
 def both(server, folder, *arguments, codes=None, fault=None):
