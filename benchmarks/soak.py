@@ -131,9 +131,12 @@ class Soak:
 
 
 # ---------------------------------------------------------------------- running it
-def soak(layout: Layout, *, iterations: int, seed: int, leak: Callable[[list], None] | None = None,
+def soak(layout: Layout, *, iterations: int, seed: int, leak: Callable[[int, list], None] | None = None,
          say: Callable[[str], None] = lambda line: None) -> Soak:
-    """Run it to its end; at least `LEAST` iterations. Raises RuntimeError if a rank fails."""
+    """Run it to its end; at least `LEAST` iterations. Raises RuntimeError if a rank fails.
+
+    leak: leak(process, kept) is called after every iteration, for controls; `kept` is a list that lasts.
+    """
     group = Group(layout.workers, stage=partial(Worker, layout=layout, seed=seed, leak=leak), call_timeout=CALL_TIMEOUT)
     samples, peaks, start = [], [0] * layout.workers, time.monotonic()
     with group:

@@ -150,11 +150,11 @@ class Worker:
     """One process of the job; what `rrfp.compare.group.Group` wants of a stage. `leak` is called after every iteration."""
 
     def __init__(
-        self, index: int, workers: int, directory: str, *, layout: Layout, seed: int, leak: Callable[[list], None] | None = None,
+        self, index: int, workers: int, directory: str, *, layout: Layout, seed: int, leak: Callable[[int, list], None] | None = None,
         start_deadline: float, call_timeout: float,
     ):
         self.work = Sleep()
-        self._seed, self._leak, self._leaked = seed, leak, []
+        self._index, self._seed, self._leak, self._leaked = index, seed, leak, []
         self._placement, self._contents = layout.placement, Contents(seed)
         self._rank, member = divmod(index, layout.members)
         self._durations, delays = random.Random(f"{seed}/durations/{index}"), random.Random(f"{seed}/delays/{index}")
@@ -192,7 +192,7 @@ class Worker:
         self._calls += 1
         self._messages += executor.checked // 2  # each one twice
         if self._leak is not None:
-            self._leak(self._leaked)
+            self._leak(self._index, self._leaked)
         return scheduler.peak_in_flight
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/env.sh || exit 1
 export OMP_NUM_THREADS=1
+unset PYTHONDONTWRITEBYTECODE # with it each of thousands of processes would compile all modules anew
 
 for argument in "$@"; do
     [[ "$argument" =~ ^--(all|deep|seed=.*|durations=.*)$ ]] || exec python -m pytest "$@"

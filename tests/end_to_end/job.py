@@ -1,5 +1,7 @@
 """Training jobs of bare processes: `job_server.py` in a process of its own, the jobs it runs, and what a job may leave behind."""
 
+import atexit
+import functools
 import itertools
 import json
 import os
@@ -9,6 +11,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -28,11 +31,14 @@ def environments(ranks: int, *, port: int | None = None, **common: str) -> list[
     return [{"RANK": str(rank), "LOCAL_RANK": str(rank)} | job | common for rank in range(ranks)]
 
 
-def prepare_data(folder: Path) -> list[str]:
-    """Real text in `folder`; the arguments of a tiny GPT on it."""
-    subprocess.run([sys.executable, str(ROOT / "scripts/prepare_data.py"), str(folder)], check=True, timeout=120, capture_output=True,
+@functools.cache
+def prepare_data() -> tuple[str, ...]:
+    """The arguments of a tiny GPT on real text, which is prepared once for all tests of this process."""
+    directory = tempfile.TemporaryDirectory(prefix="rrfp-data-")
+    atexit.register(directory.cleanup)
+    subprocess.run([sys.executable, str(ROOT / "scripts/prepare_data.py"), directory.name], check=True, timeout=120, capture_output=True,
                    env=os.environ | VARIABLES)
-    return (ROOT / "scripts/tiny_gpt.args").read_text().split() + (folder / "text.args").read_text().split()
+    return tuple((ROOT / "scripts/tiny_gpt.args").read_text().split() + Path(directory.name, "text.args").read_text().split())
 
 
 class Job:
@@ -112,6 +118,14 @@ class Server:
             job = {"job": number, "way": way, "argv": argv, "env": variables, "output": list(map(str, outputs))}
             print(json.dumps(job), file=self._process.stdin, flush=True)
             return Job(events.get(timeout=120)["pids"], outputs, events)
+
+
+@functools.cache
+def server(script: Path | str, *, untouched: bool = True) -> Server:
+    """The one server of that script for all tests of this process: it takes seconds to start."""
+    started = Server(script, untouched=untouched)
+    atexit.register(started.close)
+    return started
 
 
 # ------------------------------------------------------------------------------------------------- what may be left of a job

@@ -1,11 +1,12 @@
 """Starts training jobs of bare processes quickly: Megatron is imported once, and every rank is a fork that runs on from there.
 
-Nothing of RRFP but its CPU mode is loaded before the fork (unless it is told `--touched`). A rank then goes one of two ways: "rrfp" enters `rrfp.cli.main` as
+Nothing of RRFP but its CPU mode is loaded before the fork, unless it is told `--touched`: then all that training loads is. A rank then goes one of two ways: "rrfp" enters `rrfp.cli.main` as
 `python -m rrfp` does; "megatron" runs the script as it is, the baseline. Jobs may run side by side. A line on stdin is one job,
 {"job": its number, "way", "argv", "env": [one per rank], "output": [one file per rank]}; a line on stdout is {"job", "pids"}, or
 {"job", "rank", "code", "when": time.monotonic()} when a rank has ended.
 """
 
+import contextlib
 import gc
 import json
 import multiprocessing.spawn
@@ -26,12 +27,21 @@ def warm(script, *, touched):
     runpy.run_path(script, run_name="imported")
     import megatron.core.dist_checkpointing.strategies.torch  # noqa: F401
     import megatron.core.models.gpt  # noqa: F401
+    import megatron.core.tokenizers.text.libraries.null_tokenizer
     import torch._dynamo  # what follows is imported by the first optimizer, checkpoint or custom operator of a process
     import torch._inductor.test_operators
     import torch.distributed.checkpoint
     import torch.onnx
     import torch.utils.cpp_extension  # noqa: F401
+    import zmq  # noqa: F401
 
+    with contextlib.suppress(ImportError):  # not in every release
+        import megatron.core.models.mimo  # noqa: F401
+    if touched:
+        import rrfp.cli
+        import rrfp.megatron.forward_backward
+        import rrfp.megatron.launcher
+        import rrfp.report.hang  # noqa: F401
     assert touched or not sys.modules.keys() & {"rrfp.megatron.forward_backward", "rrfp.megatron.baseline", "rrfp.megatron.launcher"}
     assert len(os.listdir("/proc/self/task")) == 1
 

@@ -1,9 +1,12 @@
 """Runs whole trainings of a tiny GPT, by readiness or as Megatron does, and reads what they logged and saved."""
 
+import atexit
+import functools
 import os
 import re
 import shutil
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,11 +33,14 @@ def release(tree: Path) -> tuple[int, int, int]:
     return tuple(int(re.search(rf"^{name} = (\d+)", text, re.M)[1]) for name in ("MAJOR", "MINOR", "PATCH"))
 
 
-def ready_tree(tree: Path, folder: Path) -> Path:
+@functools.cache
+def ready_tree(tree: Path) -> Path:
     """The checkout in links, unmodified, with the dataset helpers that the installed wheel has compiled from the same source."""
     import importlib.util
 
-    copy = folder / tree.name
+    directory = tempfile.TemporaryDirectory(prefix="rrfp-tree-")
+    atexit.register(directory.cleanup)
+    copy = Path(directory.name) / tree.name
     datasets = Path("megatron/core/datasets")
     for part in (Path("."), Path("megatron"), Path("megatron/core"), datasets):
         (copy / part).mkdir(parents=True)
@@ -48,9 +54,9 @@ def ready_tree(tree: Path, folder: Path) -> Path:
     return copy
 
 
-def make_data(folder: Path) -> list[str]:
-    """Real text in `folder`; the arguments of a tiny GPT on it."""
-    return job.prepare_data(folder) + TINY
+def make_data() -> list[str]:
+    """The arguments of a tiny GPT on real text."""
+    return [*job.prepare_data(), *TINY]
 
 
 @dataclass
@@ -80,12 +86,11 @@ def value(line: str, name: str) -> float | None:
     return float(found[1]) if found else None
 
 
-class Server(job.Server):
-    """A server for one script, with arguments that all its jobs share."""
+class Trainings:
+    """Jobs of one script's server, with arguments that all of them share."""
 
-    def __init__(self, script: Path, arguments: list[str]):
-        super().__init__(script)
-        self._arguments = arguments
+    def __init__(self, script: Path, arguments: list[str], *, untouched: bool = True):
+        self._server, self._arguments = job.server(script, untouched=untouched), arguments
 
     def run(
         self,
@@ -112,7 +117,7 @@ class Server(job.Server):
         argv = [*self._arguments, "--pipeline-model-parallel-size", str(pipeline or ranks), *schedule, *arguments]
         environments = job.environments(world or ranks, RRFP_REPORT_DIR=str(folder), **variables)[:ranks]
         environments = [environment | place for environment, place in zip(environments, places or [{}] * len(environments), strict=True)]
-        started = self.start("megatron" if way == "megatron" else "rrfp", argv, variables=environments, folder=folder)
+        started = self._server.start("megatron" if way == "megatron" else "rrfp", argv, variables=environments, folder=folder)
         started.wait(deadline=deadline)
         run = Run([started.codes[rank] for rank in range(ranks)], [started.output(rank) for rank in range(ranks)])
         assert run.codes == (codes or [0] * ranks), "\n".join(

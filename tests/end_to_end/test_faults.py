@@ -29,17 +29,15 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:torch
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> list[str]:
+def data() -> list[str]:
     """Arguments of a tiny GPT on real text, eight microbatches an iteration."""
-    return [*pretrain_gpt_job.make_data(tmp_path_factory.mktemp("data")), "--distributed-backend", "gloo", "--train-iters", "3",
+    return [*pretrain_gpt_job.make_data(), "--distributed-backend", "gloo", "--train-iters", "3",
             "--pipeline-schedule", "rrfp", "--rrfp-timeout", "60"]
 
 
 @pytest.fixture(scope="module")
 def server():
-    server = job.Server(SCRIPT)
-    yield server
-    server.close()
+    return job.server(SCRIPT, untouched=False)  # 1F1B, too, runs under `python -m rrfp` here
 
 
 @pytest.fixture(scope="module")

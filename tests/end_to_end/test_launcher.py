@@ -15,21 +15,19 @@ pytest.importorskip("megatron.core")
 sys.path.insert(0, os.path.dirname(__file__))  # the helpers lie beside the test
 import pretrain_gpt_job as job  # noqa: E402
 from job import environments  # noqa: E402
-from pretrain_gpt_job import OWN_SCRIPT, ROOT, Server  # noqa: E402
+from pretrain_gpt_job import OWN_SCRIPT, ROOT, Trainings  # noqa: E402
 
 HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> list[str]:
-    return job.make_data(tmp_path_factory.mktemp("data"))
+def data() -> list[str]:
+    return job.make_data()
 
 
 @pytest.fixture(scope="module")
 def server(data):
-    server = Server(OWN_SCRIPT, data)
-    yield server
-    server.close()
+    return Trainings(OWN_SCRIPT, data)
 
 
 def start(*arguments: str, cwd=None, **variables) -> subprocess.CompletedProcess:
@@ -239,9 +237,7 @@ def test_one_stage_is_delegated_with_one_line(server, tmp_path):
 @pytest.fixture(scope="module")
 def parser(data):
     """The server of a script that parses Megatron's arguments and says whose schedule would run."""
-    server = Server(HERE / "launcher_script.py", data)
-    yield server
-    server.close()
+    return Trainings(HERE / "launcher_script.py", data)
 
 
 @pytest.mark.parametrize(

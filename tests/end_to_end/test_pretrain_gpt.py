@@ -18,15 +18,15 @@ pytest.importorskip("megatron.core")
 
 sys.path.insert(0, os.path.dirname(__file__))  # the helpers lie beside the test
 import pretrain_gpt_job as job  # noqa: E402
-from pretrain_gpt_job import ROOT, Server, value  # noqa: E402
+from pretrain_gpt_job import ROOT, Trainings, value  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> list[str]:
+def data() -> list[str]:
     """Arguments of a tiny GPT on real text, without its batch size and number of iterations."""
-    arguments = job.make_data(tmp_path_factory.mktemp("data"))
+    arguments = job.make_data()
     for name in ("--global-batch-size", "--train-iters"):
         at = arguments.index(name)
         del arguments[at : at + 2]
@@ -34,17 +34,15 @@ def data(tmp_path_factory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def script(tmp_path_factory) -> Path:
+def script() -> Path:
     if not job.trees():
         return job.OWN_SCRIPT
-    return job.ready_tree(job.trees()[0], tmp_path_factory.mktemp("tree")) / "pretrain_gpt.py"
+    return job.ready_tree(job.trees()[0]) / "pretrain_gpt.py"
 
 
 @pytest.fixture(scope="module")
 def server(script, data):
-    server = Server(script, data)
-    yield server
-    server.close()
+    return Trainings(script, data)
 
 
 # 2 microbatches become 8 in the third iteration (thresholds are tokens), evaluation takes 6.
@@ -251,14 +249,11 @@ NO_TREE = pytest.param(
 def test_earlier_releases(tree, data, tmp_path, full):
     if not full:
         pytest.skip("only with --all")
-    server = Server(job.ready_tree(tree, tmp_path) / "pretrain_gpt.py", data)
+    server = Trainings(job.ready_tree(tree) / "pretrain_gpt.py", data)
     growing = GROWING_017 if job.release(tree) < (0, 18) else [*GROWING, "--train-iters", "4"]
-    try:
-        theirs, ours = both(server, tmp_path, *growing, *"--eval-interval 2 --eval-iters 2 --num-workers 2".split(), ranks=2)
-        several = {name: both(server, tmp_path / name, *EIGHT, "--train-iters", "3", *options, ranks=ranks, pipeline=pipeline)
-                   for name, (ranks, pipeline, options) in PARALLELISM.items()}
-    finally:
-        server.close()
+    theirs, ours = both(server, tmp_path, *growing, *"--eval-interval 2 --eval-iters 2 --num-workers 2".split(), ranks=2)
+    several = {name: both(server, tmp_path / name, *EIGHT, "--train-iters", "3", *options, ranks=ranks, pipeline=pipeline)
+               for name, (ranks, pipeline, options) in PARALLELISM.items()}
     assert ours.log == theirs.log
     sizes = [value(line, "global batch size") for line in ours.log if line.startswith("iteration")]
     assert sizes == [4, 4, 16, 16] and len(ours.log) >= 6
@@ -271,12 +266,9 @@ def test_earlier_releases(tree, data, tmp_path, full):
 def test_earlier_releases_split_layers_likewise(tree, data, tmp_path, full):
     if not full:
         pytest.skip("only with --all")
-    server = Server(job.ready_tree(tree, tmp_path) / "pretrain_gpt.py", data)
-    try:
-        for split in SPLITS:
-            both_split(server, tmp_path / split, split)
-    finally:
-        server.close()
+    server = Trainings(job.ready_tree(tree) / "pretrain_gpt.py", data)
+    for split in SPLITS:
+        both_split(server, tmp_path / split, split)
 
 
 def test_the_unmodified_script_under_torchrun(script, whole, data, tmp_path, full):

@@ -10,7 +10,7 @@ pytest.importorskip("megatron.core")
 
 sys.path.insert(0, os.path.dirname(__file__))  # the helpers lie beside the test
 import pretrain_gpt_job as job  # noqa: E402
-from pretrain_gpt_job import Server  # noqa: E402
+from pretrain_gpt_job import Trainings  # noqa: E402
 
 from rrfp.trace.files import read  # noqa: E402
 
@@ -26,8 +26,8 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> list[str]:
-    return [*job.make_data(tmp_path_factory.mktemp("data")), "--train-iters", "3"]
+def data() -> list[str]:
+    return [*job.make_data(), "--train-iters", "3"]
 
 
 def trees() -> list:
@@ -41,28 +41,25 @@ def test_the_log_is_megatrons_digit_for_digit(tree, data, tmp_path, full):
     newest = tree == trees()[0]
     if not newest and not full:
         pytest.skip("only with --all: the newest release is tested")
-    script = job.OWN_SCRIPT if tree is None else job.ready_tree(tree, tmp_path / "tree") / "pretrain_gpt.py"
-    server = Server(script, data)
-    try:
-        for kind in KINDS if full and newest else ["untied"]:
-            arguments = [*KINDS[kind], "--eval-interval", "2", "--eval-iters", "1"]
-            ranks, layout = (4, {"pipeline": 2}) if kind == "distributed" else (2, {})
-            theirs = server.run("megatron", tmp_path / kind / "megatron", *arguments, ranks=ranks, **layout)
-            arguments += [*SPLIT, "--rrfp-trace", str(tmp_path / kind / "trace")]
-            ours = server.run("rrfp", tmp_path / kind / "rrfp", *arguments, ranks=ranks, **layout)
-            assert ours.log == theirs.log and len(ours.log) >= 3, kind
-            assert "[rrfp] stage 0 (rank 0): split backward: W computes " in ours.text or kind == "chunks"
-            folder = tmp_path / kind / "trace"
-            timeline = read(folder / "pipeline0" if ranks == 4 else folder)
-            chunks = 2 if kind == "chunks" else 1
-            trained = [part for part in timeline.breakdowns() if not part.forward_only]
-            assert len(trained) == 2 * 3
-            for part in trained:
-                assert part.counts == {action: chunks * part.microbatches for action in "FIW"}
-        if newest:
-            reports_it(folder, tmp_path)
-    finally:
-        server.close()
+    script = job.OWN_SCRIPT if tree is None else job.ready_tree(tree) / "pretrain_gpt.py"
+    server = Trainings(script, data)
+    for kind in KINDS if full and newest else ["untied"]:
+        arguments = [*KINDS[kind], "--eval-interval", "2", "--eval-iters", "1"]
+        ranks, layout = (4, {"pipeline": 2}) if kind == "distributed" else (2, {})
+        theirs = server.run("megatron", tmp_path / kind / "megatron", *arguments, ranks=ranks, **layout)
+        arguments += [*SPLIT, "--rrfp-trace", str(tmp_path / kind / "trace")]
+        ours = server.run("rrfp", tmp_path / kind / "rrfp", *arguments, ranks=ranks, **layout)
+        assert ours.log == theirs.log and len(ours.log) >= 3, kind
+        assert "[rrfp] stage 0 (rank 0): split backward: W computes " in ours.text or kind == "chunks"
+        folder = tmp_path / kind / "trace"
+        timeline = read(folder / "pipeline0" if ranks == 4 else folder)
+        chunks = 2 if kind == "chunks" else 1
+        trained = [part for part in timeline.breakdowns() if not part.forward_only]
+        assert len(trained) == 2 * 3
+        for part in trained:
+            assert part.counts == {action: chunks * part.microbatches for action in "FIW"}
+    if newest:
+        reports_it(folder, tmp_path)
 
 
 def reports_it(trace, tmp_path) -> None:

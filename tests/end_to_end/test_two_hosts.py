@@ -17,7 +17,7 @@ pytest.importorskip("megatron.core")
 
 sys.path.insert(0, os.path.dirname(__file__))  # the helpers lie beside the test
 import pretrain_gpt_job  # noqa: E402
-from pretrain_gpt_job import Server  # noqa: E402
+from pretrain_gpt_job import Trainings  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 CABLES = {"control": "10.211.0", "data": "10.212.0"}
@@ -76,14 +76,12 @@ def hosts():
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    data = pretrain_gpt_job.make_data(tmp_path_factory.mktemp("data"))
+def server():
+    data = pretrain_gpt_job.make_data()
     for name in ("--global-batch-size", "--train-iters"):
         at = data.index(name)
         del data[at : at + 2]
-    server = Server(pretrain_gpt_job.OWN_SCRIPT, data)
-    yield server
-    server.close()
+    return Trainings(pretrain_gpt_job.OWN_SCRIPT, data)
 
 
 def addresses(output: str) -> set[str]:

@@ -1,7 +1,5 @@
 """Starts a group of real processes once, and has them run the jobs of a script beside this one after another, all ranks in step."""
 
-import atexit
-import functools
 import json
 import os
 import pickle
@@ -14,15 +12,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "end_to_end"))
-from job import Server  # noqa: E402
-
-
-@functools.cache
-def server(script: str) -> Server:
-    """Imports Megatron once; every rank is a fork of it."""
-    started = Server(HERE / script, untouched=False)
-    atexit.register(started.close)
-    return started
+from job import server  # noqa: E402
 
 
 class Group:
@@ -43,7 +33,7 @@ class Group:
         settings = {"folder": str(self._folder), "pipeline": pipeline or ranks, "layout": layout, "door": str(self._folder / "door")}
         with Listener(settings["door"], "AF_UNIX", backlog=ranks) as door:
             door._listener._socket.settimeout(60)  # accept has no deadline of its own
-            self._job = server(script).start(
+            self._job = server(HERE / script, untouched=False).start(
                 "megatron", [json.dumps(settings)], folder=self._folder,
                 variables=[common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)])
             pipes = [door.accept() for _ in range(ranks)]

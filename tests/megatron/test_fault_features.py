@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core")
 sys.path.insert(0, str(Path(__file__).parents[1] / "end_to_end"))  # the helpers of whole trainings
 import pretrain_gpt_job  # noqa: E402
 from faults_job import SCRIPT  # noqa: E402
-from pretrain_gpt_job import Server  # noqa: E402
+from pretrain_gpt_job import Trainings  # noqa: E402
 
 from rrfp.comm.ports import reserve_port  # noqa: E402
 
@@ -26,10 +26,8 @@ WAYS = ("1f1b", "rrfp")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = Server(SCRIPT, [*pretrain_gpt_job.make_data(tmp_path_factory.mktemp("data")), "--train-iters", "4"])
-    yield server
-    server.close()
+def server():
+    return Trainings(SCRIPT, [*pretrain_gpt_job.make_data(), "--train-iters", "4"], untouched=False)
 
 
 def both(server, folder, *arguments, codes=None, fault=None):
@@ -94,11 +92,8 @@ def test_straggler_detection(tmp_path, full):
         pytest.skip("only with --all: a script of its own, and two trainings more")
     if not pretrain_gpt_job.trees():
         pytest.skip("MEGATRON_LM=DIR names no Megatron-LM checkout")
-    tree = pretrain_gpt_job.ready_tree(pretrain_gpt_job.trees()[0], tmp_path)
-    server = Server(tree / "pretrain_gpt.py", [*pretrain_gpt_job.make_data(tmp_path), "--train-iters", "2"])
-    try:
-        runs = both(server, tmp_path, "--log-straggler", "--straggler-ctrlr-port", str(reserve_port()))
-    finally:
-        server.close()
+    tree = pretrain_gpt_job.ready_tree(pretrain_gpt_job.trees()[0])
+    server = Trainings(tree / "pretrain_gpt.py", [*pretrain_gpt_job.make_data(), "--train-iters", "2"])
+    runs = both(server, tmp_path, "--log-straggler", "--straggler-ctrlr-port", str(reserve_port()))
     found = [len(re.findall("MnRtt/Rnk", run.text)) for run in runs]
     assert found[0] == found[1] > 0, runs[1].text[-3000:]

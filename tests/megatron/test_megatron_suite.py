@@ -7,6 +7,7 @@ parameter.
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -59,7 +60,7 @@ def tree() -> Path:
 
 
 def processes(tree, folder, command, *, ranks, **variables) -> tuple[list[int], list[str]]:
-    """Run `command` on `ranks` bare processes, the tree (left as it is) first in the path. Exit statuses and outputs."""
+    """Run `command` on `ranks` processes, the tree (left as it is) first in the path. Exit statuses and outputs."""
     port = str(reserve_port())
     common = {
         "PYTHONPATH": os.pathsep.join(map(str, (tree, HERE, ROOT))),
@@ -72,26 +73,16 @@ def processes(tree, folder, command, *, ranks, **variables) -> tuple[list[int], 
         "MASTER_PORT": port,
         "RRFP_REPORT_DIR": str(folder),
     } | variables
-    started, outputs = [], [folder / f"out{rank}.txt" for rank in range(ranks)]
-    try:
-        for rank, output in enumerate(outputs):
-            environment = (
-                os.environ
-                | common
-                | {"RANK": str(rank), "LOCAL_RANK": str(rank), "MEGATRON_SUITE": str(folder / f"seen{rank}.json")}
-            )
-            with output.open("w") as out:
-                started.append(
-                    subprocess.Popen(
-                        [sys.executable, *command], cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT
-                    )
-                )
-        codes = [process.wait(timeout=300) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    return codes, [output.read_text() for output in outputs]
+    launcher = [sys.executable, str(HERE / "megatron_suite_ranks.py"), str(folder), str(ranks), *command]
+    with subprocess.Popen(launcher, cwd=folder, env=os.environ | common, stdout=subprocess.PIPE, text=True, start_new_session=True) as started:
+        try:
+            said, _ = started.communicate(timeout=300)
+        except BaseException:
+            os.killpg(started.pid, signal.SIGKILL)  # its ranks, too
+            raise
+    outputs = [path.read_text() if path.exists() else "" for path in (folder / f"out{rank}.txt" for rank in range(ranks))]
+    assert started.returncode == 0, outputs
+    return json.loads(said.splitlines()[-1]), outputs
 
 
 def expected(tensor: int) -> dict[str, int]:

@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "end_to_end"))
 import pretrain_gpt_job as job  # noqa: E402
 from job import ROOT  # noqa: E402
-from pretrain_gpt_job import Server, value  # noqa: E402
+from pretrain_gpt_job import Trainings, value  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 SCRIPT = ROOT / "scripts/pretrain_vlm.py"
@@ -34,9 +34,7 @@ def vlm(layout: str, *arguments: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def server():
-    server = Server(SCRIPT, TINY)
-    yield server
-    server.close()
+    return Trainings(SCRIPT, TINY)
 
 
 KINDS = {
@@ -83,13 +81,11 @@ def test_a_refusal_is_one_line(server, tmp_path, layout, more, refusal):
 
 # ------------------------------------------------------------------------------------------------- Megatron's own LLaVA
 @pytest.fixture(scope="module")
-def llava(tmp_path_factory):
+def llava():
     trees = [tree for tree in job.trees() if (tree / "pretrain_vlm.py").is_file()]
     if not trees:
         pytest.skip("MEGATRON_LM=DIR names no Megatron-LM checkout with pretrain_vlm.py")
-    server = Server(job.ready_tree(trees[0], tmp_path_factory.mktemp("tree")) / "pretrain_vlm.py", LLAVA)
-    yield server
-    server.close()
+    return Trainings(job.ready_tree(trees[0]) / "pretrain_vlm.py", LLAVA)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
