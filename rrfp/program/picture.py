@@ -4,11 +4,11 @@ from pathlib import Path
 
 from rrfp.errors import ConfigurationError
 from rrfp.program.clock import Run
-from rrfp.program.dag import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, COMPUTE, DAG, DATA, RECV, REDUCE_SCATTER, SEND, UPDATE, Node
+from rrfp.program.dag import COMPUTE, DAG, DATA, RECV, SEND, UPDATE, Node
 from rrfp.program.place import COMPUTE_STREAM
+from rrfp.trace.picture import COLOURS
 
-_COLOURS = {"F": "#3f7fc1", "B": "#3b9c5f", "I": "#63bfa0", "W": "#8a63b8", ALL_TO_ALL: "#d98634", ALL_REDUCE: "#b8484e",
-            REDUCE_SCATTER: "#b8484e", ALL_GATHER: "#c9a227", SEND: "#8a8f98", RECV: "#8a8f98", UPDATE: "#333333"}
+_COLOURS = COLOURS | {SEND: "#b8bdc5", RECV: "#b8bdc5", UPDATE: "#333333"}
 _INK = "#333333"
 _DPI = 150
 _LANE = 0.3  # inches

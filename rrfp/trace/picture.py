@@ -9,8 +9,8 @@ from rrfp.errors import ConfigurationError
 from rrfp.trace.breakdown import Breakdown, break_down, combine
 from rrfp.trace.files import Call, Moved, Timeline
 
-_COLOURS = {"F": "#3f7fc1", "B": "#3b9c5f", "I": "#63bfa0", "W": "#8a63b8",
-            "ALL_TO_ALL": "#d9674e", "ALL_REDUCE": "#c98a2b", "REDUCE_SCATTER": "#b3a12f", "ALL_GATHER": "#6b7280"}
+COLOURS = {"F": "#3f7fc1", "B": "#3b9c5f", "I": "#63bfa0", "W": "#8a63b8",
+           "ALL_TO_ALL": "#d9674e", "ALL_REDUCE": "#c98a2b", "REDUCE_SCATTER": "#b3a12f", "ALL_GATHER": "#6b7280"}
 _LIGHTER = {"F": "#9cc3e8", "B": "#9bd3af", "I": "#bce5d6", "W": "#cdb9e4"}
 _OTHER, _OTHER_LIGHTER = "#c98a2b", "#ecd0a1"
 _NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
@@ -134,7 +134,7 @@ def _panel(axes, timeline: Timeline, calls: dict[int, Call], span: float, scale:
         for stream, what, start, end in _moved(call):
             kind = what.partition(":")[0]
             kinds.add(kind)
-            boxes[place[rank, stream], _COLOURS.get(kind, _OTHER)].append(((start - zero) * scale, (end - start) * scale))
+            boxes[place[rank, stream], COLOURS.get(kind, _OTHER)].append(((start - zero) * scale, (end - start) * scale))
         for ran in call.actions:
             kind, at = ran.action.kind, place[(rank,) if own else (rank, ran.action.stage)]
             if own and ran.action.kind not in _NAMES:
@@ -143,7 +143,7 @@ def _panel(axes, timeline: Timeline, calls: dict[int, Call], span: float, scale:
             pad = min(width, ran.padded * scale) if two_tones else 0.0
             kinds.add(kind)
             if width > pad:
-                boxes[at, _COLOURS.get(kind, _OTHER)].append((start, width - pad))
+                boxes[at, COLOURS.get(kind, _OTHER)].append((start, width - pad))
             if pad:
                 emulated = True
                 boxes[at, _LIGHTER.get(kind, _OTHER_LIGHTER)].append((start + width - pad, pad))
@@ -214,7 +214,7 @@ def _legend(figure, kinds: set[str], emulated: bool, height: float) -> None:
     from matplotlib.patches import Patch
 
     order = [kind for kind in _NAMES if kind in kinds] + sorted(kinds - set(_NAMES))
-    entries = [(Patch(facecolor=_COLOURS.get(kind, _OTHER)), f"{kind}  {_NAMES.get(kind, '')}".rstrip()) for kind in order]
+    entries = [(Patch(facecolor=COLOURS.get(kind, _OTHER)), f"{kind}  {_NAMES.get(kind, '')}".rstrip()) for kind in order]
     if emulated:
         pale = tuple(Patch(facecolor=_LIGHTER.get(kind, _OTHER_LIGHTER)) for kind in order)
         entries.append((pale, "pale: emulated part (sleeping)"))

@@ -105,6 +105,6 @@ def test_style_and_script_are_installed_and_their_colours_are_the_pictures():
     patterns = re.search(r'"rrfp\.report": \[(.*?)\]', (ROOT / "setup.py").read_text())[1]
     assert parts <= names and all(f'"*{Path(name).suffix}"' in patterns for name in parts)
     style = files("rrfp.report").joinpath("page.css").read_text()
-    for kind, colour in picture._COLOURS.items():
+    for kind, colour in picture.COLOURS.items():
         assert f"--{kind}: {colour};" in style
     assert f"--other: {picture._OTHER};" in style and f"--warmup: {picture._WAIT};" in style

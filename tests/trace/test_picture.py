@@ -28,9 +28,9 @@ def test_a_row_per_stage_and_a_colour_per_kind(make, tmp_path):
     picture.draw([("split", timeline)], tmp_path / "one.png")
     image = pixels(tmp_path / "one.png")
     for kind in "FIW":
-        assert share(image, picture._COLOURS[kind]) > 0.02, kind
+        assert share(image, picture.COLOURS[kind]) > 0.02, kind
     assert share(image, picture._WAIT) > 0.02
-    assert share(image, picture._COLOURS["B"]) == 0 and share(image, picture._LIGHTER["F"]) == 0
+    assert share(image, picture.COLOURS["B"]) == 0 and share(image, picture._LIGHTER["F"]) == 0
 
 
 def test_a_large_peak_is_not_cut_off(make, tmp_path):
@@ -48,7 +48,7 @@ def test_emulated_time_is_lighter(make, tmp_path):
     timeline = read(make(stages=4, microbatches=6, emulated=True).directory)
     picture.draw([("emulated", timeline)], tmp_path / "one.png")
     image = pixels(tmp_path / "one.png")
-    assert share(image, picture._LIGHTER["F"]) > share(image, picture._COLOURS["F"]) > 0
+    assert share(image, picture._LIGHTER["F"]) > share(image, picture.COLOURS["F"]) > 0
 
 
 def test_two_runs_share_one_time_axis(make, tmp_path, monkeypatch):
