@@ -157,8 +157,11 @@ class Watcher:
 def stacks() -> str:
     """Where the main thread is, and every other Python thread that is not the pipeline's own."""
     frames = sys._current_frames()
-    threads = [thread for thread in threading.enumerate() if thread.ident in frames and not thread.name.startswith("rrfp")]
-    threads.sort(key=lambda thread: thread is not threading.main_thread())
-    return "\n".join(
-        f"--- thread {thread.name} ---\n{''.join(traceback.format_stack(frames[thread.ident])).rstrip()}" for thread in threads)
+    try:
+        threads = [thread for thread in threading.enumerate() if thread.ident in frames and not thread.name.startswith("rrfp")]
+        threads.sort(key=lambda thread: thread is not threading.main_thread())
+        return "\n".join(
+            f"--- thread {thread.name} ---\n{''.join(traceback.format_stack(frames[thread.ident])).rstrip()}" for thread in threads)
+    finally:
+        frames.clear()  # this frame is among them: a cycle that would keep alive what every thread was using
 

@@ -1,11 +1,15 @@
 """Real engines under injected faults, and what the merged report of their views makes of it. The words are asserted."""
 
+import gc
+import threading
+import weakref
 from collections import defaultdict
 
 import pytest
 
 from rrfp.action import Action
 from rrfp.comm.scripted_transport import ScriptedNetwork
+from rrfp.engine.watchdog import stacks
 from rrfp.placement import Placement
 from rrfp.policy import Policy
 from rrfp.report.hang import Report, merge
@@ -192,3 +196,25 @@ def test_without_what_a_view_says_the_verdict_is_another(virtual, monkeypatch, b
         cluster.run(virtual.Call(orders("F0 B0 F1 B1", "F0 F1 B0 B1")), strict=False)
         monkeypatch.setattr(Strict, "due", ())
         assert report(cluster).cause != "deadlock"
+
+
+def test_what_threads_use_is_not_kept_alive_by_their_stacks():
+    """Memory that another process shares can only be unmapped once nothing of this one looks into it."""
+    begun, end, used = threading.Event(), threading.Event(), []
+
+    def work():
+        local = threading.Event()
+        used.append(weakref.ref(local))
+        begun.set()
+        assert end.wait(60)
+
+    thread = threading.Thread(target=work, name="a worker")
+    gc.disable()
+    try:
+        thread.start()
+        assert begun.wait(60) and "--- thread a worker ---" in stacks()
+        end.set()
+        thread.join(60)
+        assert not thread.is_alive() and used[0]() is None
+    finally:
+        gc.enable()
