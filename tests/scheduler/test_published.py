@@ -141,7 +141,7 @@ def test_a_whole_backward_above_a_split_one():
 
 def test_both_kinds_of_one_backward_are_refused():
     rows = [lists.as_row("0F0 0B0 0I0 0W0".split())]
-    with pytest.raises(ConfigurationError, match="position 2: 0I0 is half of a split backward"):
+    with pytest.raises(ConfigurationError, match="position 2: 0I0 is half of the backward that 0B0 in this row is the whole of"):
         check_rows(rows, [chain(Placement.looped(1), 0, 1, split=True, whole=lists.whole_backwards(rows))], source="list")
 
 

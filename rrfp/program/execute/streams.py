@@ -24,6 +24,8 @@ from rrfp.errors import PipelineError
 
 LOOK = 0.1
 """Seconds after which who waits looks whether something has failed elsewhere."""
+MOMENT = 2.0
+"""Seconds for which a failed operation lets others say first what is behind it."""
 
 
 class Operation:
@@ -120,7 +122,8 @@ class Streams:
                 self._run(stream, operation)
             except BaseException as error:
                 operation.failed = True
-                if self._latch.failure is None:
+                # A process that ends breaks the collectives it is in, too: which one it was, those who watch it say in a moment.
+                if not self._latch.set_event.wait(MOMENT):
                     lines = str(error).strip().splitlines()
                     text = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
                     self._fail(Failure(self._rank, operation.name, text, traceback.format_exc()))
