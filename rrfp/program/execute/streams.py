@@ -25,7 +25,7 @@ from rrfp.errors import PipelineError
 LOOK = 0.1
 """Seconds after which who waits looks whether something has failed elsewhere."""
 MOMENT = 2.0
-"""Seconds for which a failed operation lets others say first what is behind it."""
+"""Seconds for which an operation that breaks lets others say first what is behind it."""
 
 
 class Operation:
@@ -118,12 +118,16 @@ class Streams:
     # ------------------------------------------------------------------ a stream's thread
     def _serve(self, stream: str, todo: "queue.SimpleQueue[Operation | None]") -> None:
         while (operation := todo.get()) is not None:
+            start = time.monotonic()
             try:
                 self._run(stream, operation)
             except BaseException as error:
                 operation.failed = True
-                # A process that ends breaks the collectives it is in, too: which one it was, those who watch it say in a moment.
-                if not self._latch.set_event.wait(MOMENT):
+                deadline = self._deadline()
+                # A process that ends breaks the collectives it is in: which one it was, those who watch it say in a moment. What ends at
+                # its deadline has no such reason.
+                broken = time.monotonic() - start < deadline
+                if not self._latch.set_event.wait(min(MOMENT, deadline / 4) if broken else 0):
                     lines = str(error).strip().splitlines()
                     text = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
                     self._fail(Failure(self._rank, operation.name, text, traceback.format_exc()))
