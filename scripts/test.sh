@@ -15,9 +15,11 @@ done
 # Longest first. compare forks processes that use autograd, so it comes before anything that has used it in its process.
 groups=(
     "tests/end_to_end"
-    "tests/compare tests/model_check tests/random_schedules tests/scheduler tests/simulate tests/program tests/fakes"
-    "tests/megatron tests/multimodal"
+    "tests/compare tests/model_check tests/random_schedules tests/scheduler tests/simulate"
+    "tests/megatron"
+    "tests/program tests/fakes"
     "tests/soak tests/engine tests/tp_coord"
+    "tests/multimodal"
 )
 folders() { # of group $1; the last group is all that no other names
     local group
