@@ -47,7 +47,8 @@ def status_of(name: str, command: Callable[[], int | None]) -> int:
         try:
             return command() or 0
         finally:
-            sys.stdout.flush()  # not at the interpreter's exit, where nobody could catch what comes of it
+            if sys.stdout is not None:  # as in a process that was started without one
+                sys.stdout.flush()  # not at the interpreter's exit, where nobody could catch what comes of it
     except RRFPError as error:
         print(f"rrfp: {error}", file=sys.stderr)
         return 2
@@ -55,7 +56,7 @@ def status_of(name: str, command: Callable[[], int | None]) -> int:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        if not _unread(sys.stdout.fileno()):
+        if sys.stdout is None or not _unread(sys.stdout.fileno()):
             raise  # another pipe, between processes
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in the buffer
         return 141

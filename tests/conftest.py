@@ -4,7 +4,10 @@ import os
 import random
 
 import pytest
+from hypothesis import HealthCheck, settings
 
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # what is slow is the machine
+settings.load_profile("untimed")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts its threads; child processes inherit it
 
 

@@ -110,3 +110,10 @@ def test_doctor_and_trace_need_no_megatron():
     """Neither command may depend on what the launcher imports."""
     script = "import sys; from rrfp import cli; import rrfp.doctor; sys.exit(bool({'torch', 'megatron'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_a_command_without_an_output_keeps_its_status():
+    """Started with `>&-`."""
+    for arguments, status in ((["--version"], 0), (["simulate", "--scenario", "nope"], 2)):
+        done = subprocess.run(["bash", "-c", 'exec "$@" >&-', "bash", sys.executable, "-m", "rrfp", *arguments], stderr=subprocess.PIPE, timeout=120)
+        assert done.returncode == status and b"Traceback" not in done.stderr, done.stderr

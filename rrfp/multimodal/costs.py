@@ -48,9 +48,11 @@ class Model:
         """Of every layer's forward, of the ViT and of the LLM, with what stands beside it wherever stages are cut: the patch embedding beside
         the ViT's first layer, the projector beside its last, the output layer beside the LLM's last."""
         vit, llm = ([tower.layer_operations(lengths)] * tower.layers for tower, lengths in ((self.vit, load.patches), (self.llm, load.tokens)))
-        vit[0] += self.embedding_operations(sum(load.patches))
-        vit[-1] += self.projector_operations(sum(load.patches))
-        llm[-1] += self.output_operations(sum(load.tokens))
+        if vit:
+            vit[0] += self.embedding_operations(sum(load.patches))
+            vit[-1] += self.projector_operations(sum(load.patches))
+        if llm:
+            llm[-1] += self.output_operations(sum(load.tokens))
         return vit, llm
 
 

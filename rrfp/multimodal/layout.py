@@ -111,8 +111,10 @@ def balanced(*, stages: int, vit: Sequence[float], llm: Sequence[float]) -> Layo
         vit, llm: the cost of every layer, with what stands beside it wherever stages are cut.
 
     Raises:
-        ConfigurationError: there are fewer layers than stages.
+        ConfigurationError: there are fewer layers than stages, or a tower has none.
     """
+    if not vit or not llm:
+        _refuse("", f"{len(vit)} + {len(llm)} layers: needs layers of the ViT (--vit-num-layers) and of the LLM (--num-layers)", value="balanced")
     costs, border = [*vit, *llm], len(vit)
     if len(costs) < stages:
         _refuse("", f"{len(vit)} + {len(llm)} layers can't fill {stages} stages; use fewer, or write the layout", value="balanced")

@@ -130,16 +130,14 @@ def _train(options: argparse.Namespace, program: Program, *, cuda: bool) -> None
             found = compiled.step(batch)
             seconds.append(time.perf_counter() - start)
             amounts.append(_amount(batch))
-            mean = found.double().mean()
-            dist.all_reduce(mean)
-            losses.append(mean.item() / dist.get_world_size())
+            losses.append(compiled.mean(found))
             if dist.get_rank() == 0:
                 print(f"step {number + 1}: loss {losses[-1]:.6f}", flush=True)
         timed = slice(1 if options.steps > 1 else 0, None)
         own = Row(dist.get_rank(), plan.rank, replica, sum(amount for amount, _ in amounts[timed]) / sum(seconds[timed]), amounts[0][1],
                   torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                   compiled.peak.gathered, compiled.peak.activations)  # fmt: skip
-        rows = _everyone(own, device=mean.device)
+        rows = _everyone(own, device=found.device)
     if dist.get_rank() == 0:
         print("\n".join(table(rows, cuda=cuda)))
         if options.json is not None:

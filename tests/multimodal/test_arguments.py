@@ -36,6 +36,9 @@ def test_the_balanced_layout_is_added_and_a_given_one_kept():
         with_layout([*argv, "--vlm-layout", "v|v|t"])
     with pytest.raises(ConfigurationError, match="can't fill 16 stages"):
         with_layout([*SIZES, "--pipeline-model-parallel-size", "16"])
+    for tower in ("--vit-num-layers", "--num-layers"):
+        with pytest.raises(ConfigurationError, match="needs layers of the ViT"):
+            with_layout([*argv, tower, "0"])
 
 
 @pytest.mark.parametrize("words, refusal", [

@@ -101,6 +101,10 @@ class Compiled:
         self.peak = self._run.peak
         return found
 
+    def mean(self, losses: torch.Tensor) -> float:
+        """Of what `step` returned, over all replicas too. All ranks call it. Raises PipelineError as `step`."""
+        return self._opened("mean").mean(losses)
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The parameters that this rank holds pieces of, whole, by the model's names. All ranks call it: shards are gathered."""
         return self._opened("state_dict").state_dict()

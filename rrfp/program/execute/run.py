@@ -218,6 +218,10 @@ class Run:
             self._engine.fail(error)
             raise
 
+    def mean(self, losses: torch.Tensor) -> float:
+        with self._told():
+            return torch.stack(self._collectives.of_replicas("mean", losses.double().mean())).mean().item()
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         with self._told():
             return self._state()

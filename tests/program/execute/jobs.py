@@ -203,7 +203,11 @@ def fail(which: tuple, directives: list, *, replicas: int, rows: int, culprit: i
         if how == "absent" and dist.get_rank() == culprit:
             run._run._collectives.issue = lambda node, after: collectives.Operation(node.name, lambda: None)
         try:
-            run.step(batch)
+            found = run.step(batch)
+            if how == "mean":
+                if dist.get_rank() == culprit:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                run.mean(found)
         except RRFPError as error:
             return type(error).__name__, str(error), time.monotonic() - start
         except ValueError as error:

@@ -63,6 +63,16 @@ def test_a_rank_that_is_killed_is_named():
         assert returned and kind == "PipelineError" and seconds < SOON and "rank 1" in text, text
 
 
+def test_a_rank_that_is_killed_between_two_steps_is_named():
+    """By its replica, which asks it for its losses; the replicas of another rank may have theirs before they hear of it."""
+    with Group(4) as group:
+        found = group.attempt("fail", which=WHICH, directives=directives(experts=True), replicas=2, rows=16, culprit=1, how="mean")
+    assert found.pop(1) == (False, "ended with -9")
+    assert found[0][1][0] == "PipelineError"
+    for returned, (kind, text, seconds) in found:
+        assert returned and (kind == "nothing" or kind == "PipelineError" and "rank 1" in text) and seconds < SOON, text
+
+
 def test_what_a_device_cannot_hold_is_refused_on_every_rank(groups):
     tied = groups(4).run("refuse", which=("chain", 2, 8, "tied"), directives=[
         Split({}, "MB", 4), Place({"PP": "*"}, (0, 1, 2, 3)), Replicate({"PP": "*"}, (0, 1, 2, 3), shard_params=True)])
